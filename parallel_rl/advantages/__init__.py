@@ -1,6 +1,6 @@
-"""Advantages and returns: from the rewards of a step to a number for every token, the same for any split over ranks.
+"""Advantages and returns: from a step's rewards to a number for every token, alike for any split over ranks.
 
-An estimator is a frozen dataclass with a name; where rewards and KL come from is `parallel_rl.experience`'s concern.
+An estimator is a frozen dataclass with a name; rewards and KL come from `parallel_rl.experience`.
 """
 
 from parallel_rl.advantages.base import AdvantageEstimator, Advantages

@@ -1,4 +1,4 @@
-"""The base of advantage estimators: options of the last stage, the fields it needs, and the call."""
+"""Base of advantage estimators: options of the last stage, required fields, and the call."""
 
 from __future__ import annotations
 
@@ -21,10 +21,9 @@ if TYPE_CHECKING:
 
 
 class Advantages(NamedTuple):
-    """[N, S] each, 0 where there is no valid token.
+    """Advantages and returns, [N, S] each, 0 where there is no valid token.
 
-    `returns` are the value function's targets (gae), or the advantages before the teacher's part, whitening and clipping (all
-    others).
+    `returns` are the value function's targets (gae), or the advantages before teacher, whitening and clipping (all others).
     """
 
     advantages: Tensor
@@ -36,13 +35,13 @@ class AdvantageEstimator(Variants):
     """Base of the estimators: a score for each sample or token, less KLs, then whitened, then clipped.
 
     Attributes:
-        kl_coefficient: c of the KL that is taken from the reward; needs the field `kl`. 0: none.
+        kl_coefficient: c of the KL subtracted from the reward; needs the field `kl`. 0: none.
         kl_form: "return": a token pays for the KL of itself and of all that follow, −c Σ_{s≥t} kl_s (PPO, REINFORCE++);
-            "token": for its own alone (NeMo-RL).
-        teacher_kl: a teacher's word on each token, added to the advantages (on-policy distillation beside the task); needs the
+            "token": for its own only (NeMo-RL).
+        teacher_kl: a teacher's term per token, added to the advantages (on-policy distillation with the task); needs the
             fields `teacher_token_logprobs` and `prev_logprobs`. None: none.
         whiten: over the valid tokens of all data ranks, see `moments.whiten`; "none": not.
-        clip_low, clip_high: bounds of the advantages, at the very end; None: no bound.
+        clip_low, clip_high: final bounds of the advantages; None: no bound.
     """
 
     kl_coefficient: float = 0.0
@@ -64,30 +63,30 @@ class AdvantageEstimator(Variants):
 
     @property
     def needs(self) -> tuple[str, ...]:
-        """The fields of a batch that this estimator reads."""
+        """Return the fields of a batch that this estimator reads."""
         of_teacher = () if self.teacher_kl is None else ("teacher_token_logprobs", "prev_logprobs")
         return (*self.fields, *(("kl",) if self.kl_coefficient else ()), *of_teacher)
 
     @property
     def discount(self) -> float:
-        """γ of the returns."""
+        """Return γ of the returns."""
         return 1.0
 
     def check_batch(self, batch: Mapping[str, Tensor]) -> None:
-        """Refuse fields that have the right shapes but are otherwise invalid for this estimator."""
+        """Refuse fields with the right shapes that are otherwise invalid for this estimator."""
 
     def scores(self, table: SampleTable) -> Tensor:
-        """[M] what each sample of the step is worth."""
+        """Return [M] the score of each sample of the step."""
         return table.rewards
 
     def tokens(
         self, batch: Mapping[str, Tensor], scores: Tensor, mask: Tensor, group: ProcessGroup | None
     ) -> Advantages:
-        """[N, S] advantages before whitening, and returns, from this rank's scores [N].
+        """Compute [N, S] advantages before whitening, and returns, from this rank's scores [N].
 
         Args:
             batch: fields, 0 where they do not count, integers, and sample_mask [N] bool.
-            group: the data ranks, each of which calls it.
+            group: the data ranks, which all call this.
         """
         if self.kl_form == "token":
             found = torch.where(mask, scores[:, None] - self.kl_coefficient * batch["kl"], 0.0)
@@ -101,7 +100,7 @@ class AdvantageEstimator(Variants):
     def finish(
         self, found: Advantages, batch: Mapping[str, Tensor], mask: Tensor, group: ProcessGroup | None
     ) -> Advantages:
-        """Add the teacher's part, whiten over the ranks of `group`, then clip."""
+        """Add the teacher's term, whiten over the ranks of `group`, then clip."""
         advantages = found.advantages
         if self.teacher_kl is not None:
             taught = self.teacher_kl(batch["prev_logprobs"], batch["teacher_token_logprobs"])
@@ -113,11 +112,7 @@ class AdvantageEstimator(Variants):
 
 
 def in_unit(config: object, *names: str) -> None:
-    """Raises where an attribute lies outside [0, 1].
-
-    Raises:
-        ValueError: naming the attribute and its value.
-    """
+    """Raise ValueError for an attribute outside [0, 1]."""
     for name in names:
         if not 0 <= getattr(config, name) <= 1:
             raise ValueError(f"{name} = {getattr(config, name)} must lie in [0, 1]")

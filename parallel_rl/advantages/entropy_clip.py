@@ -1,4 +1,4 @@
-"""Masks that leave out negative tokens which would change the policy's entropy most (arXiv 2602.03392)."""
+"""Masks that drop negative tokens which would change the policy's entropy most (arXiv 2602.03392)."""
 
 from __future__ import annotations
 
@@ -14,11 +14,7 @@ if TYPE_CHECKING:
 
 
 def entropy_signal(logprobs: Tensor, entropy: Tensor, mask: Tensor) -> Tensor:
-    """S = p·(H + log p) of the sampled token, 0 outside the mask: how its probability moves the entropy.
-
-    Args:
-        logprobs, entropy, mask: one shape.
-    """
+    """Compute S = p·(H + log p) of the sampled token, how its probability moves the entropy; 0 if masked."""
     keep = mask.bool()
     safe, h = torch.where(keep, logprobs, 0.0), torch.where(keep, entropy, 0.0)
     return torch.where(keep, safe.exp() * (h + safe), 0.0)
@@ -27,15 +23,12 @@ def entropy_signal(logprobs: Tensor, entropy: Tensor, mask: Tensor) -> Tensor:
 def clip_by_batch(
     advantages: Tensor, signal: Tensor, mask: Tensor, mu: float = 2.5, group: ProcessGroup | None = None
 ) -> Tensor:
-    """CLIP-B: tokens with A < 0 stay iff S − mean ≥ −μ·std, over the valid tokens of the step (population std).
+    """Keep tokens by CLIP-B: all with A ≥ 0, and those with S − mean ≥ −μ·std over the step's tokens.
 
     Args:
-        advantages, signal, mask: one shape; `signal` as of `entropy_signal`.
+        advantages, signal, mask: one shape; `signal` as of `entropy_signal`; std is the population's.
         mu: μ ≥ 0.
-        group: the data ranks, each of which calls it; None is one process.
-
-    Returns:
-        The mask of what stays.
+        group: the data ranks, which all call this; None is one process.
 
     Raises:
         ValueError: shapes that differ, or μ below 0.

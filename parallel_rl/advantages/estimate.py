@@ -1,4 +1,4 @@
-"""Advantages of a step's tokens from its rewards: the one entry for every estimator."""
+"""Advantages of a step's tokens from its rewards: one entry for all estimators."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from parallel_rl.groups import ParallelGroups
 
-# What is not [N, S]: the shape and its words.
+# shapes of fields other than [N, S]
 _SHAPES = {
     "rewards": "[N]",
     "group_ids": "[N]",
@@ -39,23 +39,23 @@ def estimate(
     batch: Mapping[str, Tensor],
     groups: ParallelGroups | None = None,
 ) -> Advantages:
-    """Advantages of every token of this rank's samples, and returns.
+    """Compute advantages and returns of every token of this rank's samples.
 
     >>> batch = {"rewards": torch.tensor([1.0, 0.0]), "group_ids": torch.tensor([7, 7]), "token_mask": torch.ones(2, 2)}
     >>> estimate("rloo", batch).advantages
     tensor([[ 1.,  1.],
             [-1., -1.]])
 
-    A group is the samples with one id, wherever they are: it may be spread over data ranks, in any order. Group statistics are
-    in float64 and cost two all-gathers over the data ranks (of how many samples, and of their scalars); whitening costs one.
+    A group is the samples with one id; it may be spread over data ranks, in any order. Group statistics are in float64 and
+    cost two all-gathers over data ranks (sample counts, then their scalars); whitening costs one.
 
     Args:
         config: an estimator, `{name: rloo, ...}` or a name; `estimator_config(config).needs` lists the fields that it reads.
         batch: this rank's samples, whole on its tensor, context and pipeline ranks; N may be 0 on some ranks.
             rewards [N]; group_ids, sample_ids [N] integers; token_mask [N, S]: the response's tokens, in any pattern;
-            sample_mask [N], optional: what it drops is in no statistic and gets 0;
+            sample_mask [N], optional: dropped samples are in no statistic and get 0;
             kl [N, S]: an estimate of the KL to the reference at each token; values [N, S]; bootstrap_values [N];
-            run_ids, step_ids, state_ids [N] integers, where a row is one step of a run (see `stepwise`);
+            run_ids, step_ids, state_ids [N] integers, if a row is one step of a run (see `stepwise`);
             greedy_rewards [N]; reward_components [N, K]; teacher_token_logprobs, prev_logprobs, generation_logprobs [N, S];
             sum_pi_squared [N, S]: Σ_v π_v² of the policy of prev_logprobs, see `token_scores`.
         groups: `data` are the ranks that hold the other samples; None is one process.
@@ -64,8 +64,8 @@ def estimate(
         (advantages, returns), [N, S] each, in the dtype of the rewards but at least float32.
 
     Raises:
-        ValueError: an unknown name or option (with the nearest), a field that is missing or of a wrong shape or dtype, a valid
-            entry that is not finite, no sample at all, a group of one where `singleton` is "error". On all data ranks alike.
+        ValueError: on all data ranks alike: an unknown name or option (with the nearest), a field that is missing or of a
+            wrong shape or dtype, an infinite or NaN valid entry, no sample at all, a group of one if `singleton` is "error".
     """
     estimator = estimator_config(config)
     group = None if groups is None else groups.data
@@ -88,7 +88,7 @@ def estimate(
 
 
 def estimator_config(config: AdvantageEstimator | Mapping | str) -> AdvantageEstimator:
-    """The estimator of a name, of a mapping with the key `name`, or itself.
+    """Return the estimator of a name, of a mapping with the key `name`, or itself.
 
     >>> estimator_config({"name": "gae", "lam": 0.95}).needs
     ('rewards', 'values', 'token_mask')

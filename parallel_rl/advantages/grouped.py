@@ -24,7 +24,7 @@ class GroupedEstimator(AdvantageEstimator):
     """Base of the estimators by group.
 
     Attributes:
-        singleton: what a group of one gets: "zero", its own "reward", or an "error".
+        singleton: for a group of one: "zero", its own "reward", or an "error".
     """
 
     singleton: Singleton = "error"
@@ -33,15 +33,11 @@ class GroupedEstimator(AdvantageEstimator):
     grouped: ClassVar[bool] = True
 
     def compare(self, table: SampleTable) -> Tensor:
-        """[M] the scores; those of a group of one are not used."""
+        """Return [M] the scores; those of a group of one are not used."""
         return table.centred
 
     def scores(self, table: SampleTable) -> Tensor:
-        """[M] the scores, groups of one by `singleton`.
-
-        Raises:
-            ValueError: a group of one where `singleton` is "error".
-        """
+        """Return [M] the scores, for groups of one by `singleton`, which may be a ValueError."""
         if self.singleton == "error" and bool(table.alone.any()):
             group = int(table.group_ids[table.alone][0])
             raise ValueError(f"group {group} has one sample; set singleton to 'zero' or 'reward', or sample more")
@@ -55,9 +51,9 @@ class GRPO(GroupedEstimator, name="grpo"):
 
     Attributes:
         normalize: the deviation: "std" of the group, unbiased (verl, Trinity-RFT, OpenRLHF, LightRFT, slime); "population" of
-            the group (with n, not n − 1); "leave_one_out": of the sample's group without itself, unbiased (NeMo-RL), and no
-            division at all where that is nothing but rounding or n ≤ 2; "batch": unbiased, of all rewards of the step
-            (arXiv 2508.08221); "none": no division (Dr. GRPO).
+            the group (n instead of n − 1); "leave_one_out": of the group without the sample, unbiased (NeMo-RL), without
+            division if that is only rounding or n ≤ 2; "batch": unbiased, of all rewards of the step (arXiv 2508.08221);
+            "none": no division (Dr. GRPO).
         baseline: the "mean" of the group, or "leave_one_out", the mean of the others.
         eps: added to the deviation.
     """
@@ -87,7 +83,7 @@ class GRPO(GroupedEstimator, name="grpo"):
 
 @dataclass(frozen=True, kw_only=True)
 class GroupNorm(GroupedEstimator, name="group_norm"):
-    """A_i = (r_i − mean) / (unbiased std + eps): GRPO under the name and with the eps of OpenRLHF and LightRFT."""
+    """A_i = (r_i − mean) / (unbiased std + eps): GRPO with the eps of OpenRLHF and LightRFT."""
 
     eps: float = 1e-9
 
@@ -114,7 +110,7 @@ class RLOO(GroupedEstimator, name="rloo"):
 
 @dataclass(frozen=True, kw_only=True)
 class ReinforcePlusPlusBaseline(GroupedEstimator, name="reinforce_plus_plus_baseline"):
-    """A_i = r_i − mean of the group, whitened over the tokens of the step (REINFORCE++-baseline, arXiv 2501.03262)."""
+    """A_i = r_i − mean of the group, whitened over the step's tokens (arXiv 2501.03262)."""
 
     whiten: Whitening = "population"
 
@@ -124,8 +120,7 @@ class OPMD(GroupedEstimator, name="opmd"):
     """A_i = r_i − b of the group (OPMD, arXiv 2505.17826): b its mean, or τ·(logsumexp(r/τ) − log n).
 
     Attributes:
-        baseline: "mean" or "logavgexp".
-        tau: τ of "logavgexp"; None: 1.
+        baseline: "mean" or "logavgexp". tau: τ of "logavgexp"; None: 1.
     """
 
     baseline: Literal["mean", "logavgexp"] = "mean"

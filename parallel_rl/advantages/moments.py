@@ -1,4 +1,4 @@
-"""Mean and deviation of the valid tokens of all data ranks, and the whitening that they are for."""
+"""Mean and deviation of the valid tokens of all data ranks, and whitening by them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _EPS = 1e-8
 
 
 class Moments(NamedTuple):
-    """Moments of n numbers: how many, their mean, Σ(x − mean)², the smallest and the largest; 0-dim float64."""
+    """Count, mean, Σ(x − mean)², minimum and maximum of n numbers; 0-dim float64."""
 
     number: Tensor
     mean: Tensor
@@ -27,18 +27,18 @@ class Moments(NamedTuple):
     high: Tensor
 
     def variance(self, correction: int = 0) -> Tensor:
-        """Σ(x − mean)²/(n − correction); 0 where that is not defined."""
+        """Return Σ(x − mean)²/(n − correction); 0 where that is undefined."""
         return self.square / (self.number - correction).clamp(min=1)
 
 
 def moments(x: Tensor, mask: Tensor, group: ProcessGroup | None = None) -> Moments:
-    """Moments of x where `mask`, over the ranks of `group`: two passes here, then one all-gather of five numbers.
+    """Compute the moments of x where `mask`, over all ranks of `group`, in one all-gather of five numbers.
 
     >>> found = moments(torch.tensor([1.0, 3.0, 9.0]), torch.tensor([1, 1, 0]))
     >>> float(found.mean), float(found.variance())
     (2.0, 1.0)
 
-    Every rank of the group calls it, also one without a valid entry.
+    Every rank of the group must call it, even without a valid entry.
     """
     value, keep = x.detach().double(), mask.bool()
     count = keep.sum().double()
@@ -53,7 +53,7 @@ def moments(x: Tensor, mask: Tensor, group: ProcessGroup | None = None) -> Momen
 
 
 def _merge(count: Tensor, mean: Tensor, square: Tensor, low: Tensor, high: Tensor) -> Moments:
-    """[ranks] each; the pooled moments without a difference of large squares (Chan, Golub and LeVeque)."""
+    """Pool the moments [ranks] without a difference of large squares (Chan, Golub and LeVeque)."""
     total = count.sum()
     pooled = (count * mean).sum() / total.clamp(min=1)
     return Moments(total, pooled, (square + count * (mean - pooled).square()).sum(), low.amin(), high.amax())
@@ -67,7 +67,7 @@ def whiten(
     *,
     keep_mean: bool = False,
 ) -> Tensor:
-    """Subtract the mean of the valid entries of all ranks from x, and divide by their deviation; ε is 1e-8.
+    """Subtract from x the mean of the valid entries of all ranks, and divide by their deviation.
 
     >>> whiten(torch.tensor([1.0, 3.0, 9.0]), torch.tensor([1, 1, 0]))
     tensor([-1.,  1.,  0.])
@@ -76,14 +76,14 @@ def whiten(
         population: (x − mean) / √max(Σ(x − mean)²/n, ε)            as OpenRLHF, LightRFT, NeMo-RL
         unbiased:   (x − mean) / √(Σ(x − mean)²/(n − 1) + ε)        as verl, Trinity-RFT
 
-    Entries that are all equal become exactly 0.
+    ε is 1e-8. Entries that are all equal become exactly 0.
 
     Args:
-        x: any shape; what is not in `mask` may hold NaN.
+        x: any shape; masked entries may be NaN.
         mask: the same shape.
         mode: see above; "none" leaves x as it is.
-        group: data ranks, each of which calls it; None is one process.
-        keep_mean: the mean is added again.
+        group: data ranks, which all call this; None is one process.
+        keep_mean: add the mean again.
 
     Returns:
         As x, 0 outside `mask`.

@@ -1,4 +1,4 @@
-"""Baselines of least variance, one for each place of an answer: the optimal token baseline and its form for several turns."""
+"""Minimum-variance baselines for each place of an answer: the optimal token baseline, and for several turns."""
 
 from __future__ import annotations
 
@@ -21,17 +21,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class OptimalTokenBaseline(AdvantageEstimator, name="optimal_token_baseline"):
-    """A_t = G_t − B_t, B_t the mean of the group's returns at place t, weighed by their path variance (OTB, arXiv 2602.07078).
+    """A_t = G_t − B_t, B_t the group's returns at t weighted by path variance (OTB, arXiv 2602.07078).
 
         B_t = Σ_i G_it·W_it / (Σ_i W_it + eps)        W_it = Σ_{s≤t} w_is        w_t = ρ_t²·(1 − 2π_t + Σ_v π_v²)
 
-    The sums run over the group's answers with a valid token at place t, which counts the columns from the answer's first valid
-    token on. π_t = e^prev_logprobs, and `sum_pi_squared` [N, S] is of the same policy, see `token_scores`. A group of one has
-    no baseline.
+    The sums run over the group's answers with a valid token at place t, counted from the answer's first valid token. π_t =
+    e^prev_logprobs, and `sum_pi_squared` [N, S] is of the same policy, see `token_scores`. A group of one has no baseline.
 
     Attributes:
-        handle_zero_tail: no baseline where the longest answer is alone: at its places t ≥ the second longest's number of valid
-            tokens. Holes of the mask count in a place and not in that number; tir_optimal_token_baseline skips them in both.
+        handle_zero_tail: no baseline for the longest answer at places t ≥ the second longest's number of valid tokens. Holes
+            of the mask count in a place but not in that number; tir_optimal_token_baseline skips them in both.
         importance_cap: ρ_t = min(e^(prev − generation_logprobs), importance_cap); None: 1.
         eps: see above.
     """
@@ -55,7 +54,7 @@ class OptimalTokenBaseline(AdvantageEstimator, name="optimal_token_baseline"):
     def tokens(
         self, batch: Mapping[str, Tensor], scores: Tensor, mask: Tensor, group: ProcessGroup | None
     ) -> Advantages:
-        """[N, S] returns less the baselines, and returns."""
+        """Compute [N, S] returns less the baselines, and returns."""
         returns = super().tokens(batch, scores, mask, group).returns
         weight = 1 - 2 * batch["prev_logprobs"].exp() + batch["sum_pi_squared"]
         if self.importance_cap is not None:
@@ -66,18 +65,18 @@ class OptimalTokenBaseline(AdvantageEstimator, name="optimal_token_baseline"):
         return Advantages(torch.where(mask, returns - baselines, 0.0), returns)
 
     def places(self, mask: Tensor) -> Tensor:
-        """[N, S] the place in the answer of each valid token."""
+        """Return [N, S] the place in the answer of each valid token."""
         first = mask.to(torch.uint8).argmax(1, keepdim=True) if mask.shape[1] else mask.sum(1, keepdim=True)
         return torch.arange(mask.shape[1], device=mask.device) - first
 
     def counts(self, rows: Mapping[str, Tensor]) -> Tensor:
-        """[M] bool: the rows that make a group more than one."""
+        """Return [M] bool: the rows that count towards the size of a group."""
         return rows["keep"] > 0
 
     def _baselines(
         self, batch: Mapping[str, Tensor], returns: Tensor, weight: Tensor, mask: Tensor, group: ProcessGroup | None
     ) -> Tensor:
-        """[N, S] baselines at valid tokens; sums of a group are those of all data ranks."""
+        """Compute [N, S] baselines at valid tokens, from group sums over all data ranks."""
         place, own = torch.where(mask, self.places(mask), 0), torch.full_like(batch["group_ids"], mask.shape[1])
         columns = {"group_ids": batch["group_ids"], "lengths": mask.sum(1), "keep": batch["sample_mask"].long()}
         rows, mine = gather_samples({**columns, "width": own}, group)
@@ -103,10 +102,10 @@ class OptimalTokenBaseline(AdvantageEstimator, name="optimal_token_baseline"):
 
 @dataclass(frozen=True, kw_only=True)
 class TIROptimalTokenBaseline(OptimalTokenBaseline, name="tir_optimal_token_baseline"):
-    """`OptimalTokenBaseline` for answers with several turns (TIR, arXiv 2602.07078): places skip masked holes.
+    """`OptimalTokenBaseline` for multi-turn answers (TIR, arXiv 2602.07078): places skip masked holes.
 
-    The t-th token that one answer's policy sampled is compared with the t-th of the others, whatever tools said in between. An
-    answer without a valid token is not of its group.
+    The t-th sampled token of an answer is compared with the t-th of the others, whatever tools returned in between. An answer
+    without a valid token is not in its group.
     """
 
     handle_zero_tail: bool = True

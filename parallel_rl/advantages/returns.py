@@ -11,26 +11,23 @@ if TYPE_CHECKING:
 
 
 class GAE(NamedTuple):
-    """[N, S] each, 0 outside the mask: the policy's advantages and the value function's targets."""
+    """Advantages for the policy and targets for the value function, [N, S] each, 0 outside the mask."""
 
     advantages: Tensor
     returns: Tensor
 
 
 def terminal_rewards(rewards: Tensor, mask: Tensor, kl: Tensor | None = None, kl_coefficient: float = 0.0) -> Tensor:
-    """r_t = −c·kl_t, plus the sample's reward at its last valid token; a row without a valid token gets none.
+    """Compute r_t = −c·kl_t, plus the sample's reward at its last valid token, [N, S]; 0 outside the mask.
 
     >>> terminal_rewards(torch.tensor([2.0]), torch.tensor([[0, 1, 1, 0]]))
     tensor([[0., 0., 2., 0.]])
 
     Args:
-        rewards: [N].
+        rewards: [N]; a row without a valid token gets none.
         mask: [N, S] valid tokens.
-        kl: [N, S], needed where `kl_coefficient` is not 0; NaN outside the mask does no harm.
+        kl: [N, S], needed if `kl_coefficient` is not 0; may be NaN outside the mask.
         kl_coefficient: c.
-
-    Returns:
-        [N, S], 0 outside the mask.
     """
     keep = mask.bool()
     column = torch.arange(keep.shape[1], device=keep.device)
@@ -44,18 +41,15 @@ def terminal_rewards(rewards: Tensor, mask: Tensor, kl: Tensor | None = None, kl
 
 
 def discounted_returns(token_rewards: Tensor, mask: Tensor, gamma: float = 1.0) -> Tensor:
-    """G_t = Σ_{s≥t} γ^{(valid tokens from t to s)} r_s over the valid tokens; masked holes are carried over, not counted.
+    """Compute G_t = Σ_{s≥t} γ^{(valid tokens from t to s)} r_s over the valid tokens; holes do not count.
 
     >>> discounted_returns(torch.tensor([[1.0, 0.0, 4.0]]), torch.tensor([[1, 0, 1]]), gamma=0.5)
     tensor([[3., 0., 4.]])
 
     Args:
         token_rewards: [N, S].
-        mask: [N, S] valid tokens, in any pattern.
+        mask: [N, S] valid tokens, in any pattern; results are 0 outside.
         gamma: γ in [0, 1].
-
-    Returns:
-        [N, S], 0 outside the mask.
 
     Raises:
         ValueError: shapes that differ, or γ outside [0, 1].
@@ -75,26 +69,23 @@ def gae(
     value_lam: float | Tensor | None = None,
     bootstrap_values: Tensor | None = None,
 ) -> GAE:
-    """Generalised advantage estimation (arXiv 1506.02438) over the valid tokens of each row.
+    """Compute generalised advantages (arXiv 1506.02438) over the valid tokens of each row, and returns.
 
     >>> gae(torch.tensor([[0.0, 1.0]]), torch.tensor([[0.5, 0.5]]), torch.ones(1, 2)).advantages
     tensor([[0.5000, 0.5000]])
 
         δ_t = r_t + γ V_{t'} − V_t        A_t = δ_t + γλ A_{t'}        R_t = A_t + V_t
 
-    t' is the next valid token: a masked hole (a tool's answer, an observation) is carried over. Behind the last one V is 0, or
-    the row's bootstrap value. VAPO (arXiv 2504.05118) has another λ for R.
+    t' is the next valid token: masked holes (tool results, observations) are skipped. After the last one V is 0, or the row's
+    bootstrap value. VAPO (arXiv 2504.05118) has another λ for R.
 
     Args:
         token_rewards, values: [N, S]; `values[:, t]` is the value of the state before token t.
-        mask: [N, S] valid tokens, in any pattern; elsewhere NaN does no harm.
+        mask: [N, S] valid tokens, in any pattern; elsewhere values may be NaN.
         gamma: γ in [0, 1].
         lam: λ in [0, 1] of the advantages, or [N] one per row.
         value_lam: λ of the returns; None: the same.
-        bootstrap_values: [N] the value behind the last token of a response that was cut off, 0 for one that ended.
-
-    Returns:
-        (advantages, returns), [N, S] each.
+        bootstrap_values: [N] the value after the last token of a truncated response, 0 for a finished one.
 
     Raises:
         ValueError: shapes that differ, or γ or λ outside [0, 1].
@@ -115,7 +106,7 @@ def gae(
 
 
 def length_adaptive_lambda(mask: Tensor, alpha: float) -> Tensor:
-    """[N] λ_i = clamp(1 − 1/max(α·n_i, 1), 0, 1) of VAPO (arXiv 2504.05118), n_i the valid tokens of row i.
+    """Return [N] λ_i = clamp(1 − 1/max(α·n_i, 1), 0, 1) of VAPO (arXiv 2504.05118), n_i valid tokens.
 
     >>> length_adaptive_lambda(torch.ones(1, 40), alpha=0.05)
     tensor([0.5000], dtype=torch.float64)
@@ -124,13 +115,9 @@ def length_adaptive_lambda(mask: Tensor, alpha: float) -> Tensor:
 
 
 def reverse_scan(x: Tensor, factor: Tensor) -> Tensor:
-    """y_t = x_t + f·y_{t+1} along the columns, in ⌈log2 S⌉ doublings: y_t = Σ_{k<2^j} f^k x_{t+k} after j of them.
+    """Compute y_t = x_t + f·y_{t+1} along the columns of x [N, S], in ⌈log2 S⌉ doublings; f [N] in [0, 1].
 
-    Only powers of f in [0, 1] occur, so nothing overflows and nothing is divided, whatever f is.
-
-    Args:
-        x: [N, S].
-        factor: [N] in [0, 1].
+    After j doublings y_t = Σ_{k<2^j} f^k x_{t+k}. Only powers of f occur: nothing overflows or is divided.
     """
     power, step = factor.to(x.dtype)[:, None], 1
     while step < x.shape[1]:
@@ -140,7 +127,7 @@ def reverse_scan(x: Tensor, factor: Tensor) -> Tensor:
 
 
 def _compaction(mask: Tensor) -> tuple[Tensor, Tensor]:
-    """[N, S] which column comes at each place when the valid ones move to the front in order; which places then are valid."""
+    """Return [N, S] the column for each place, valid ones first in order, and which places are valid."""
     keep = mask.bool()
     order = keep.logical_not().to(torch.uint8).argsort(dim=1, stable=True)
     return order, keep.gather(1, order)

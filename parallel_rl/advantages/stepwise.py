@@ -1,4 +1,4 @@
-"""Estimators for agents: a row is one step of a run, several runs try one task, and any of them may be on any data rank."""
+"""Estimators for agents: a row is a step of a run, and the runs of a task may be on any data rank."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class _Runs:
-    """The steps of a table by run, each run's in their order."""
+    """Steps of a table by run, in order."""
 
     def __init__(self, table: SampleTable) -> None:
         steps, runs = table.columns["step_ids"], table.columns["run_ids"]
@@ -37,7 +37,7 @@ class _Runs:
             raise ValueError(f"run {run} has two steps of one number; step_ids order a run's steps")
 
     def to_steps(self, x: Tensor) -> Tensor:
-        """[runs] or [runs, steps] to [M]."""
+        """Expand [runs] or [runs, steps] to [M]."""
         found = torch.empty_like(self.table.rewards)
         found[self.order] = x[self.table.index] if x.dim() == 1 else x[self.table.index, self.table.place]
         return found
@@ -50,8 +50,8 @@ class StepwiseGRPO(GroupedEstimator, name="stepwise_grpo"):
     Attributes:
         normalize: "std" divides by the unbiased deviation over the task's runs + eps; "none".
         eps: see `normalize`.
-        per_step: divided by the number of steps of the run.
-        singleton: of a task with one run.
+        per_step: divide by the number of steps of the run.
+        singleton: for a task with one run.
     """
 
     normalize: Literal["std", "none"] = "std"
@@ -61,7 +61,7 @@ class StepwiseGRPO(GroupedEstimator, name="stepwise_grpo"):
     fields: ClassVar[tuple[str, ...]] = ("rewards", "group_ids", "run_ids", "step_ids", "token_mask")
 
     def scores(self, table: SampleTable) -> Tensor:
-        """[M] the scores of the runs, one per step.
+        """Return [M] the scores of the runs, one per step.
 
         Raises:
             ValueError: a run in two groups, two steps of one number, or a task of one run where `singleton` is "error".
@@ -78,14 +78,15 @@ class StepwiseGRPO(GroupedEstimator, name="stepwise_grpo"):
 class GiGPO(GroupedEstimator, name="gigpo"):
     """A = A_episode + ω·A_step (GiGPO, arXiv 2505.10978).
 
-        A_episode: the sum of the run's rewards among those of the runs of its task
-        A_step: Σ_k γ^k r_{t+k} of the run from this step on, among the steps with its `state_ids`; 0 for a state seen once
+        A_episode: the run's summed rewards compared with those of the runs of its task
+        A_step: Σ_k γ^k r_{t+k} of the run from this step on, compared with the steps of its `state_ids`; 0 for a state seen
+            once
 
     Attributes:
         normalize: both are r − mean ("none"), or (r − mean)/(unbiased std + eps).
         omega, gamma: ω and γ.
         eps: see `normalize`.
-        singleton: of a task with one run.
+        singleton: for a task with one run.
     """
 
     normalize: Literal["none", "std"] = "none"
@@ -101,7 +102,7 @@ class GiGPO(GroupedEstimator, name="gigpo"):
         in_unit(self, "gamma")
 
     def scores(self, table: SampleTable) -> Tensor:
-        """[M] the scores of the steps.
+        """Return [M] the scores of the steps.
 
         Raises:
             ValueError: a run in two groups, two steps of one number, or a task of one run where `singleton` is "error".

@@ -1,4 +1,4 @@
-"""The samples of a step by group, of all data ranks: means and deviations that do not depend on who holds what."""
+"""Samples of a step by group, of all data ranks: means and deviations that do not depend on the split."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.distributed import ProcessGroup
 
-RELATIVE_FLOOR = 1e-6  # deviations below this part of the largest reward are rounding: they divide nothing
+RELATIVE_FLOOR = 1e-6  # deviations below this fraction of the largest reward are rounding and divide nothing
 
 
 class SampleTable:
-    """M samples with rewards and group ids, and what else an estimator compares, in float64.
+    """M samples with rewards, group ids and other columns, in float64.
 
     Args:
         rewards: [M].
@@ -33,54 +33,54 @@ class SampleTable:
         self.names, self.index, self.size = group_ids.unique(return_inverse=True, return_counts=True)
 
     def with_rewards(self, rewards: Tensor) -> SampleTable:
-        """Replace the rewards [M]; samples and groups stay."""
+        """Replace the rewards [M]; keep samples and groups."""
         return SampleTable(rewards, self.group_ids, self.columns)
 
     def sums(self, x: Tensor) -> Tensor:
-        """[M] to [G]: the sum over each group."""
+        """Sum [M] over each group, to [G]."""
         return sum_groups(x, self.index, len(self.names))
 
     @cached_property
     def count(self) -> Tensor:
-        """[M] how many samples the sample's group has."""
+        """Return [M] the size of the sample's group."""
         return self.size[self.index].double()
 
     @cached_property
     def alone(self) -> Tensor:
-        """[M] the sample is its whole group."""
+        """Return [M] bool: the sample is its whole group."""
         return self.count == 1
 
     @cached_property
     def top(self) -> Tensor:
-        """[M] the largest reward of the group."""
+        """Return [M] the largest reward of the group."""
         return self._extreme("amax", -torch.inf)
 
     @cached_property
     def constant(self) -> Tensor:
-        """[M] all rewards of the group are equal, to the bit: no mean of them is taken, so that no rounding shows."""
+        """Return [M] bool: all rewards of the group are equal, to the bit, without a rounded mean."""
         return self._extreme("amin", torch.inf) == self.top
 
     @cached_property
     def centred(self) -> Tensor:
-        """[M] r − mean of the group; exactly 0 in a constant group."""
+        """Return [M] r − mean of the group; exactly 0 in a constant group."""
         centred = self.rewards - (self.sums(self.rewards) / self.size)[self.index]
         return torch.where(self.constant, 0.0, centred)
 
     @cached_property
     def above_others(self) -> Tensor:
-        """[M] r_i − mean_{j≠i} r_j = n/(n−1)·(r_i − mean); 0 for a group of one."""
+        """Return [M] r_i − mean_{j≠i} r_j = n/(n−1)·(r_i − mean); 0 for a group of one."""
         return self.centred * self.count / (self.count - 1).clamp(min=1)
 
     def deviation(self, correction: int = 1) -> Tensor:
-        """[M] the group's standard deviation about its mean, Σ(r − mean)²/(n − correction), in two passes."""
+        """Return [M] the group's standard deviation, Σ(r − mean)²/(n − correction), in two passes."""
         variance = self.sums(self.centred.square()) / (self.size - correction).clamp(min=1)
         return variance.sqrt()[self.index]
 
     def deviation_of_others(self) -> Tensor:
-        """[M] the unbiased standard deviation of the group without the sample itself; 0 where it is rounding, or n ≤ 2.
+        """Return [M] the unbiased deviation of the group without the sample; 0 if it is rounding, or n ≤ 2.
 
-        Nothing is subtracted from a sum that the sample is in (which cancels where the sample is the odd one out): the sums
-        are over those before it and those after it, about the group's median.
+        The sums run over the samples before and after it, about the group's median: subtracting an outlier from a full sum
+        would cancel.
         """
         middle = self.rows.sort(1).values.gather(1, (self.size[:, None] - 1) // 2)  # NaN is last
         rows = torch.where(self.rows.isnan(), 0.0, self.rows - middle)
@@ -92,25 +92,25 @@ class SampleTable:
         return torch.where((n > 2) & (deviation > floor), deviation, 0.0)
 
     def informative_weight(self, clip: float, flat: float = 1.0) -> Tensor:
-        """[M] min(P/P', clip) for the P' of P groups whose rewards differ, `flat` for the others; 1 for all if none does."""
+        """Return [M] min(P/P', clip) in the P' of P groups with unequal rewards, else `flat`; 1 if P' = 0."""
         informative = torch.where(self.constant, 0.0, 1 / self.count).sum().round()
         weight = (len(self.names) / informative.clamp(min=1)).clamp(max=clip)
         return torch.where(informative > 0, torch.where(self.constant, flat, weight), 1.0)
 
     @cached_property
     def rows(self) -> Tensor:
-        """[G, n_max] the rewards, one group a row, NaN behind."""
+        """Return [G, n_max] the rewards, one group a row, padded with NaN."""
         return self.spread(self.rewards, torch.nan)
 
     def spread(self, x: Tensor, behind: float) -> Tensor:
-        """[M] to [G, n_max], one group a row."""
+        """Spread [M] to [G, n_max], one group a row."""
         rows = x.new_full((len(self.names), int(self.size.max())), behind)
         rows[self.index, self.place] = x
         return rows
 
     @cached_property
     def place(self) -> Tensor:
-        """[M] the sample's column in `rows`."""
+        """Return [M] the sample's column in `rows`."""
         order = self.index.argsort(stable=True)
         first = self.size.cumsum(0) - self.size
         place = torch.empty_like(order)
@@ -129,16 +129,16 @@ class SampleTable:
 
 
 def gather_samples(columns: Mapping[str, Tensor], group: ProcessGroup | None) -> tuple[dict[str, Tensor], slice]:
-    """The rows of all ranks in rank order, and which of them are this rank's; ranks may hold different numbers, and none.
+    """Gather the rows of all ranks in rank order, and the slice of this rank's; ranks may hold none.
 
-    Integers and float64 numbers travel as the same eight bytes, in one all-gather after one of the numbers of rows.
+    Integers and float64 travel as the same eight bytes, in one all-gather after one of the numbers of rows.
 
     Args:
         columns: [n] or [n, k] each, integers or floats, the same names and k on every rank.
         group: the data ranks; None is one process.
 
     Returns:
-        name → [M] or [M, k], int64 or float64, on the columns' device; the slice of this rank's rows.
+        name → [M] or [M, k], int64 or float64, on the columns' device; the slice.
     """
     home = next(iter(columns.values())).device
     wide = {name: x.double() if x.is_floating_point() else x.long() for name, x in columns.items()}
@@ -163,17 +163,16 @@ def gather_samples(columns: Mapping[str, Tensor], group: ProcessGroup | None) ->
 def by_group(
     score: Callable[[SampleTable], Tensor], columns: Mapping[str, Tensor], keep: Tensor, group: ProcessGroup | None
 ) -> Tensor:
-    """[N] float64: the `score` of each sample of this rank among the kept ones of all ranks; 0 for those not kept.
+    """Score this rank's samples among the kept ones of all ranks, [N] float64; 0 for those not kept.
 
     Args:
         score: from a table of M samples to [M].
-        columns: rewards [N] or reward_components [N, K] or both (rewards are else their sum), group_ids [N], and what else the
-            score reads of the table's columns.
+        columns: rewards [N] or reward_components [N, K] (without rewards, summed), group_ids [N], and what `score` reads.
         keep: [N] bool.
-        group: the data ranks, each of which calls it.
+        group: the data ranks, which all call this.
 
     Raises:
-        ValueError: no rank has a sample, or what `score` raises; all ranks see the same, so they raise alike.
+        ValueError: on all ranks alike: no rank has a sample, or `score` raises.
     """
     rows, mine = gather_samples({**columns, "keep": keep.long()}, group)
     kept = rows.pop("keep") > 0

@@ -1,4 +1,4 @@
-"""A teacher's word on each sampled token, beside the advantage of any estimator."""
+"""A teacher's term for each sampled token, added to any estimator's advantage."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TeacherKL:
-    """−c·k of each sampled token, k an estimate of KL(policy ‖ teacher): with k1 the policy gradient of the reverse KL.
+    """−c·k per sampled token, k an estimate of KL(policy ‖ teacher); k1 gives the reverse KL's gradient.
 
         A_t += −c·clamp(k(log π_old, log p_teacher), ±loss_max_clamp)
 
-    It is added before the advantages are whitened and clipped, and nothing is accumulated over the tokens that follow.
-    Papers: arXiv 2306.13649, 2601.02780; the clamps are verl's, the sum is slime's `opd_kl_coef`.
+    It is added before whitening and clipping, and not accumulated over following tokens. Papers: arXiv 2306.13649,
+    2601.02780; the clamps are verl's, the sum is slime's `opd_kl_coef`.
 
     >>> import torch
     >>> TeacherKL(0.5)(torch.tensor([-1.0, -2.0]), torch.tensor([-1.5, -0.5]))
@@ -27,7 +27,7 @@ class TeacherKL:
     Attributes:
         coefficient: c, above 0.
         estimator: k1, k2, k3, abs or low_var_kl, see `functional.kl`. As an advantage only k1 has the gradient of the KL.
-        log_prob_min_clamp: both log-probs are at least this, which is below 0; None: as they are.
+        log_prob_min_clamp: lower bound < 0 of both log-probs; None: none.
         loss_max_clamp: bound of |k|; None: none.
     """
 
@@ -47,7 +47,7 @@ class TeacherKL:
             raise ValueError(f"loss_max_clamp = {self.loss_max_clamp} must be above 0; None: none")
 
     def __call__(self, policy: Tensor, teacher: Tensor) -> Tensor:
-        """The term that is added to the advantages, from log-probs of the sampled tokens, of one shape."""
+        """Return the term added to the advantages, from log-probs of the sampled tokens, of one shape."""
         if self.log_prob_min_clamp is not None:
             policy, teacher = (x.clamp(min=self.log_prob_min_clamp) for x in (policy, teacher))
         return -self.coefficient * kl_estimate(policy, teacher, self.estimator, output_clamp=self.loss_max_clamp)

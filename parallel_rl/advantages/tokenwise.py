@@ -1,4 +1,4 @@
-"""Estimators that look at a sample alone: its reward, its tokens, a value function, a greedy or a teacher's answer."""
+"""Estimators of a single sample: its reward, tokens, value function, greedy answer or teacher."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Reinforce(AdvantageEstimator, name="reinforce"):
-    """A_t = G_t, the discounted return of the token: with γ = 1 and no KL the reward itself (Williams 1992).
+    """A_t = G_t, the token's discounted return: the reward itself if γ = 1 without KL (Williams 1992).
 
     Attributes:
         gamma: γ in [0, 1].
@@ -43,9 +43,9 @@ class Reinforce(AdvantageEstimator, name="reinforce"):
 
 @dataclass(frozen=True, kw_only=True)
 class ReinforcePlusPlus(Reinforce, name="reinforce_plus_plus"):
-    """A_t = G_t with the KL in the reward, whitened over the tokens of the step (REINFORCE++, arXiv 2501.03262).
+    """A_t = G_t with the KL in the reward, whitened over the step (REINFORCE++, arXiv 2501.03262).
 
-    A masked hole (a tool's answer) is carried over: what comes before it is rewarded for what comes after it.
+    Masked holes (tool results) are skipped: tokens before a hole are rewarded for what comes after it.
     """
 
     whiten: Whitening = "population"
@@ -60,20 +60,20 @@ class ReMax(Reinforce, name="remax"):
     def tokens(
         self, batch: Mapping[str, Tensor], scores: Tensor, mask: Tensor, group: ProcessGroup | None
     ) -> Advantages:
-        """[N, S] returns, less the greedy rewards on every valid token."""
+        """Compute [N, S] returns, less the greedy rewards on every valid token."""
         returns = super().tokens(batch, scores, mask, group).returns
         return Advantages(torch.where(mask, returns - batch["greedy_rewards"][:, None], 0.0), returns)
 
 
 @dataclass(frozen=True, kw_only=True)
 class GAEEstimator(AdvantageEstimator, name="gae"):
-    """A_t = Σ_k (γλ)^k δ_{t+k} over the valid tokens, R_t = A_t + V_t (GAE, arXiv 1506.02438); see `returns.gae`.
+    """A_t = Σ_k (γλ)^k δ_{t+k} over valid tokens, R_t = A_t + V_t (arXiv 1506.02438); see `returns.gae`.
 
     Attributes:
         gamma, lam: γ and λ in [0, 1].
         value_lam: λ of the returns that the value function learns; None: the same (VAPO, arXiv 2504.05118: 1).
-        length_adaptive: α of λ_i = 1 − 1/(α·n_i), in place of `lam`, for the advantages (VAPO: 0.05); 0: not.
-        bootstrap: the field `bootstrap_values` [N] stands for V behind the last token (0 where a response ended).
+        length_adaptive: α of λ_i = 1 − 1/(α·n_i), which replaces `lam` for the advantages (VAPO: 0.05); 0: off.
+        bootstrap: use the field `bootstrap_values` [N] as V after the last token (0 where a response ended).
     """
 
     gamma: float = 1.0
@@ -102,7 +102,7 @@ class GAEEstimator(AdvantageEstimator, name="gae"):
     def tokens(
         self, batch: Mapping[str, Tensor], scores: Tensor, mask: Tensor, group: ProcessGroup | None
     ) -> Advantages:
-        """[N, S] advantages and value targets."""
+        """Compute [N, S] advantages and value targets."""
         rewards = terminal_rewards(scores, mask, batch.get("kl"), self.kl_coefficient)
         lam = length_adaptive_lambda(mask, self.length_adaptive) if self.length_adaptive else self.lam
         last = batch["bootstrap_values"] if self.bootstrap else None
@@ -111,9 +111,9 @@ class GAEEstimator(AdvantageEstimator, name="gae"):
 
 @dataclass(frozen=True, kw_only=True)
 class OnPolicyDistillation(AdvantageEstimator, name="on_policy_distillation"):
-    """A_t = c·(log p_teacher − log p_old) of the sampled token, and no reward: the policy gradient of the reverse KL alone.
+    """A_t = c·(log p_teacher − log p_old) of the sampled token: the reverse KL's policy gradient alone.
 
-    arXiv 2306.13649, 2601.02780. Beside a reward it is the option `teacher_kl` of every other estimator.
+    No reward is read; with a reward use the option `teacher_kl` of any other estimator. Papers: arXiv 2306.13649, 2601.02780.
 
     Attributes:
         coefficient, estimator, log_prob_min_clamp, loss_max_clamp: see `TeacherKL`.
@@ -139,7 +139,7 @@ class OnPolicyDistillation(AdvantageEstimator, name="on_policy_distillation"):
     def tokens(
         self, batch: Mapping[str, Tensor], scores: Tensor, mask: Tensor, group: ProcessGroup | None
     ) -> Advantages:
-        """[N, S] estimated KL to the teacher, with its sign turned."""
+        """Compute [N, S] the negative estimated KL to the teacher."""
         taught = self._word()(batch["prev_logprobs"], batch["teacher_token_logprobs"])
         found = torch.where(mask, taught, 0.0)
         return Advantages(found, found)

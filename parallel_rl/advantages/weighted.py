@@ -1,4 +1,4 @@
-"""More estimators by group: those that weigh samples or groups, drop some, or sum up several rewards."""
+"""More estimators by group, which weigh samples or groups, drop some, or sum several rewards."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class CPGD(GroupedEstimator, name="cpgd"):
     """CPGD's advantages (arXiv 2505.12504), by prompt.
 
     Attributes:
-        normalize: "population": (r − mean)/(population std + eps); "clip_filter": (r − mean)·min(P/P', weight_clip), P prompts
-            of which P' have rewards that differ; "none": r − mean.
+        normalize: "population": (r − mean)/(population std + eps); "clip_filter": (r − mean)·min(P/P', weight_clip) with P
+            prompts, P' of them with unequal rewards; "none": r − mean.
         eps: added to the deviation.
         weight_clip: the largest weight of "clip_filter"; None: 3.
     """
@@ -54,21 +54,21 @@ class CPGD(GroupedEstimator, name="cpgd"):
 
 @dataclass(frozen=True, kw_only=True)
 class OPO(GroupedEstimator, name="opo"):
-    """A_i = r_i − Σ_j n_j r_j / Σ_j n_j over the group, n_j the sample's valid tokens (OPO, arXiv 2505.23585)."""
+    """A_i = r_i − Σ_j n_j r_j / Σ_j n_j over the group, n_j valid tokens (OPO, arXiv 2505.23585)."""
 
     def compare(self, table: SampleTable) -> Tensor:
         lengths = table.columns["lengths"].double()
         weight = table.sums(lengths).clamp(min=1)
-        # about the mean: what is subtracted from equal rewards is then exactly 0
+        # about the mean: exactly 0 is then subtracted from equal rewards
         return table.centred - (table.sums(lengths * table.centred) / weight)[table.index]
 
 
 @dataclass(frozen=True, kw_only=True)
 class GPG(GroupedEstimator, name="gpg"):
-    """A_i = α·(r_i − mean)/f (GPG, arXiv 2504.02546): α makes up for samples that give no gradient.
+    """A_i = α·(r_i − mean)/f (GPG, arXiv 2504.02546); α makes up for samples without gradient.
 
     Attributes:
-        scale: α: "informative": N / samples in groups whose rewards differ (the paper); "nonzero": N / rewards that are not 0
+        scale: α: "informative": N / samples in groups with unequal rewards (the paper); "nonzero": N / nonzero rewards
             (verl); "none": 1.
         f_norm: f.
     """
@@ -90,7 +90,7 @@ class GPG(GroupedEstimator, name="gpg"):
 
 @dataclass(frozen=True, kw_only=True)
 class PassAtK(GroupedEstimator, name="pass_at_k"):
-    """A = r_max − r_second for the best sample of a group, 0 for the others (pass@k training, arXiv 2503.19595).
+    """A = r_max − r_second for the best sample of a group, 0 for the others (pass@k, arXiv 2503.19595).
 
     Attributes:
         normalize: "std" divides by the group's unbiased deviation + eps.
@@ -113,11 +113,11 @@ class REC(GroupedEstimator, name="rec"):
     """A_i = r_i − mean of the group's kept samples (REC, arXiv 2509.24203); a dropped sample gets 0.
 
     Attributes:
-        drop: "none", or "balance": of the samples below the mean random ones are dropped until they are no more than the rest,
-            keyed by (seed, sample id): it needs the field `sample_ids`, and is the same for any split.
+        drop: "none", or "balance": drop random samples below the mean until they are no more than the rest, by (seed,
+            `sample_ids`), alike for any split.
         normalize: "population" divides by the kept samples' population deviation + eps; "none".
         eps: see `normalize`.
-        seed: of the choice; another one for each step.
+        seed: of the choice; change it each step.
     """
 
     drop: Literal["none", "balance"] = "none"
@@ -155,12 +155,12 @@ class REC(GroupedEstimator, name="rec"):
 
 @dataclass(frozen=True, kw_only=True)
 class GDPO(GroupedEstimator, name="gdpo"):
-    """Compare each reward component by itself, then the sum over the step (GDPO, arXiv 2601.05242).
+    """Compare each reward component separately, then their sum over the step (GDPO, arXiv 2601.05242).
 
         a_i = Σ_k w_k·GRPO_k(i)        A_i = (a_i − mean)/unbiased std over all samples; where that is 0: a_i − mean
 
     Attributes:
-        weights: w_k, one a column of `reward_components`; None: all 1.
+        weights: w_k, one per column of `reward_components`; None: all 1.
         eps: of GRPO with leave-one-out baseline and deviation, as in NeMo-RL.
     """
 
@@ -170,11 +170,7 @@ class GDPO(GroupedEstimator, name="gdpo"):
     fields: ClassVar[tuple[str, ...]] = ("reward_components", "group_ids", "token_mask")
 
     def check_batch(self, batch: Mapping[str, Tensor]) -> None:
-        """Refuses fewer than two components, or weights that are not one a component.
-
-        Raises:
-            ValueError: see above.
-        """
+        """Refuse fewer than two components, or weights that are not one per component."""
         count = batch["reward_components"].shape[1]
         if count < 2:
             raise ValueError(f"reward_components has {count} columns; gdpo needs at least 2 (grpo takes one reward)")

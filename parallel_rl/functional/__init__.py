@@ -8,6 +8,6 @@
     preference     DPO and its relatives, SimPO, ORPO, KTO
     reward, value, supervised, distillation    terms of these losses
 
-A function here takes tensors of one shape and returns one number per element (or pair, or response). Reduction over tokens and
-ranks, masks, counts, process groups and state belong to `parallel_rl.losses`.
+A function takes tensors of one shape and returns one number per element (or pair, or response). Reductions, masks, counts,
+process groups and state belong to `parallel_rl.losses`.
 """

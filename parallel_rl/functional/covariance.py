@@ -1,4 +1,4 @@
-"""Clip-Cov and KL-Cov: the tokens whose log-prob and advantage covary most, over the whole step, are held back."""
+"""Clip-Cov and KL-Cov: limits on the tokens whose log-prob and advantage covary most over the step."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from parallel_rl.functional.surrogate import Clipped, PolicyTerms, Surrogate, dr
 
 
 def _covariance(terms: PolicyTerms) -> tuple[Tensor, Tensor]:
-    """(A − mean A)·(l − mean l) of the local tokens and of all of the step (NaN at masked places), means over the step."""
+    """Compute (A − mean A)·(l − mean l) of local tokens and of the step (NaN if masked), by step means."""
     all_advantages, all_logprobs = terms.samples["advantages"], terms.samples["logprobs"]
     pairs = (terms.advantages, all_advantages), (terms.logprobs.detach(), all_logprobs)
     (here, step), (here_too, step_too) = (_centred(x.double(), samples) for x, samples in pairs)
@@ -21,7 +21,7 @@ def _covariance(terms: PolicyTerms) -> tuple[Tensor, Tensor]:
 
 
 def _centred(x: Tensor, samples: Tensor) -> tuple[Tensor, Tensor]:
-    """Both less the mean of the samples, exactly 0 where these are all equal: no rounding of their mean shows."""
+    """Subtract the samples' mean from both; exactly 0 if all samples are equal, without rounding."""
     mean, unset = samples.nanmean(), samples.isnan()
     if not samples.numel():
         return x - mean, samples - mean
@@ -30,12 +30,12 @@ def _centred(x: Tensor, samples: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _number(samples: Tensor, fraction: float) -> Tensor:
-    """Number of chosen tokens: the fraction of the valid ones, rounded down, at least 1."""
+    """Return the number of chosen tokens: the fraction of the valid ones, rounded down, at least 1."""
     return ((~samples.isnan()).sum().double() * fraction).floor().clamp(min=1).long()
 
 
 def _kth_largest(values: Tensor, k: Tensor) -> Tensor:
-    """The k-th largest value, k a tensor; entries to pass over are −inf."""
+    """Return the k-th largest value, k a tensor; −inf entries are skipped."""
     if not values.numel():
         return values.new_tensor(torch.inf)
     return values.sort(descending=True).values.gather(0, (k - 1).clamp(0, values.numel() - 1).view(1))[0]
@@ -45,10 +45,8 @@ def _kth_largest(values: Tensor, k: Tensor) -> Tensor:
 class ClipCov(Surrogate, name="clip_cov"):
     """PPO's surrogate with the loss of a few high-covariance tokens set to 0.
 
-    Among the valid tokens of the step that PPO does not clip and whose covariance lies within (low, high), max(⌊fraction·N⌋, 1)
-    are drawn at random, keyed by (seed, `sample_ids`, position), so that no layout changes the draw.
-
-    Paper: arXiv 2505.22617.
+    Of the step's valid tokens that PPO does not clip, with covariance within (low, high), max(⌊fraction·N⌋, 1) are drawn by
+    (seed, `sample_ids`, position), alike on any layout. Paper: arXiv 2505.22617.
     """
 
     needs_statistics = True
@@ -81,7 +79,7 @@ class ClipCov(Surrogate, name="clip_cov"):
         assert terms.random is not None
         here, step = _covariance(terms)
         eligible = (step > self.low) & (step < self.high) & (terms.samples["clipped"] == 0)
-        # the k smallest of the uniform numbers of those in question
+        # the k eligible tokens with the smallest uniform numbers
         k = torch.minimum(_number(step, self.fraction), eligible.sum())
         bound = -_kth_largest(torch.where(eligible, -terms.samples["random"], -torch.inf), k.clamp(min=1))
         chosen = (here > self.low) & (here < self.high) & ~self.clipped(terms).bites & (terms.random <= bound)
@@ -89,18 +87,17 @@ class ClipCov(Surrogate, name="clip_cov"):
         return torch.where(chosen, 0, clipped_surrogate(terms.ratio, clipped, terms.advantages))
 
     def clipped(self, terms: PolicyTerms) -> Clipped:
-        """PPO's clip; the tokens that are drawn are not among them."""
+        """Return PPO's clip, without the drawn tokens."""
         low, high = terms.ratio < 1 - self.clip_low, terms.ratio > 1 + self.clip_high
         return Clipped(low, high, driven_out(low, high, terms.advantages))
 
 
 @dataclass(frozen=True)
 class KLCov(Surrogate, name="kl_cov"):
-    """x = −A·ρ, plus coefficient·|l − l_old| on the max(⌊fraction·N⌋, 1) valid tokens of the step with the largest covariance.
+    """x = −A·ρ + coefficient·|l − l_old| on the step's tokens with the largest covariance.
 
-    Equal covariances are penalised together, but never those that are 0: where all advantages are equal nothing covaries.
-
-    Paper: arXiv 2505.22617.
+    These are max(⌊fraction·N⌋, 1) of the valid tokens. Equal covariances are penalised together, except 0: if all advantages
+    are equal nothing covaries. Paper: arXiv 2505.22617.
     """
 
     needs_statistics = True

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from parallel_rl.config.strict import Variants
 
-# Stands for log 0 in a KL: finite, so that one forbidden token does not end the training.
+# replaces log 0 in a KL: finite, so that one forbidden token does not end the training
 LOG_INFINITESIMAL = -100.0
 _LOWEST = -1e30  # finite, so that 0 · _LOWEST is 0
 
@@ -19,17 +19,17 @@ _LOWEST = -1e30  # finite, so that 0 · _LOWEST is 0
 class Divergence(Variants):
     """D(p, q) = Σ_v value_v, with its gradient in closed form.
 
-    With g_v = q_v·∂D/∂q_v the gradient on q's logits is g_v − q_v·Σ_u g_u, in which a part c·q_v of g cancels.
+    With g_v = q_v·∂D/∂q_v the gradient on q's logits is g_v − q_v·Σ_u g_u; a part c·q_v of g cancels.
     """
 
     @abstractmethod
     def terms(self, log_p: Tensor, log_q: Tensor) -> tuple[Tensor, Tensor]:
-        """(value, g), shaped like the log-probs, which may be −inf; the value is differentiable by itself."""
+        """Return (value, g), shaped like the log-probs, which may be −inf; the value is differentiable."""
 
 
 @dataclass(frozen=True)
 class ForwardKL(Divergence, name="forward_kl"):
-    """Σ p·(log p − log q); gradient on the logits q − p. A token that only the student excludes counts as log q = −100."""
+    """Σ p·(log p − log q), gradient q − p on logits; log q = −100 if only the student excludes a token."""
 
     def terms(self, log_p: Tensor, log_q: Tensor) -> tuple[Tensor, Tensor]:
         p = log_p.exp()
@@ -47,7 +47,7 @@ class CrossEntropy(Divergence, name="cross_entropy"):
 
 @dataclass(frozen=True)
 class FiniteCrossEntropy(Divergence, name="finite_cross_entropy"):
-    """−Σ p·log q over the tokens that the student does not exclude; the teacher's mass on the others is lost (MiniLLM's)."""
+    """−Σ p·log q over tokens that the student does not exclude; other teacher mass is lost (MiniLLM's)."""
 
     def terms(self, log_p: Tensor, log_q: Tensor) -> tuple[Tensor, Tensor]:
         p = _possible(log_p.exp(), log_q)
@@ -56,7 +56,7 @@ class FiniteCrossEntropy(Divergence, name="finite_cross_entropy"):
 
 @dataclass(frozen=True)
 class ReverseKL(Divergence, name="reverse_kl"):
-    """Σ q·(log q − log p). A token that only the teacher excludes counts as log p = −100. Paper: MiniLLM, arXiv 2306.08543."""
+    """Σ q·(log q − log p); log p = −100 if only the teacher excludes a token. Paper: arXiv 2306.08543."""
 
     def terms(self, log_p: Tensor, log_q: Tensor) -> tuple[Tensor, Tensor]:
         value = log_q.exp() * (_finite(log_q) - _finite(log_p))
@@ -65,9 +65,9 @@ class ReverseKL(Divergence, name="reverse_kl"):
 
 @dataclass(frozen=True)
 class JSD(Divergence, name="jsd"):
-    """β·KL(p ‖ M) + (1 − β)·KL(q ‖ M), M = β·p + (1 − β)·q; at β = 0 forward KL and at β = 1 reverse KL, as GKD has it.
+    """β·KL(p ‖ M) + (1 − β)·KL(q ‖ M), M = β·p + (1 − β)·q; at β = 0 forward KL, at β = 1 reverse KL.
 
-    These are the limits of JSD/β and JSD/(1 − β); JSD itself goes to 0 at both ends. Paper: GKD, arXiv 2306.13649.
+    As in GKD (arXiv 2306.13649) these are the limits of JSD/β and JSD/(1 − β); JSD itself goes to 0 at both ends.
     """
 
     beta: float = 0.5
@@ -163,12 +163,12 @@ def _finite(log_x: Tensor) -> Tensor:
 
 
 def _possible(p: Tensor, log_q: Tensor) -> Tensor:
-    """p where the student does not exclude the token, else 0: there the loss is constant."""
+    """Return p where the student does not exclude the token, else 0: there the loss is constant."""
     return torch.where(log_q == -torch.inf, 0, p)
 
 
 def _mixture(log_p: Tensor, log_q: Tensor, weight: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Both log-probs, finite, and log(weight·p + (1 − weight)·q)."""
+    """Return both log-probs, made finite, and log(weight·p + (1 − weight)·q)."""
     log_p, log_q = log_p.clamp(min=_LOWEST), log_q.clamp(min=_LOWEST)
     return log_p, log_q, torch.logaddexp(log_p + math.log(weight), log_q + math.log1p(-weight))
 

@@ -1,4 +1,4 @@
-"""DPPO: a trust region of probabilities in place of ratios, and the divergences of a sampled token that it measures by."""
+"""DPPO: a trust region of probabilities in place of ratios, and its divergences of a sampled token."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from torch import Tensor
 from parallel_rl.config.strict import positive
 from parallel_rl.functional.surrogate import Clipped, PolicyTerms, Surrogate, driven_out
 
-# of 1 − p, which rounding brings to 0; as in verl and SkyRL
+# added to 1 − p, which may round to 0; as in verl and SkyRL
 FLOOR = 1e-8
 
 
 def probability_difference(logprobs: Tensor, behaviour: Tensor) -> Tensor:
-    """Subtract probabilities: e^l − e^l_b, the signed total variation of "this token or another"; same shape.
+    """Compute e^l − e^l_b, the signed total variation of "this token or another"; same shape.
 
     >>> probability_difference(torch.tensor([0.5, 0.1]).log(), torch.tensor([0.2, 0.3]).log())
     tensor([ 0.3000, -0.2000])
@@ -25,7 +25,7 @@ def probability_difference(logprobs: Tensor, behaviour: Tensor) -> Tensor:
 
 
 def binary_kl(logprobs: Tensor, behaviour: Tensor) -> Tensor:
-    """Compute KL(behaviour ‖ policy) of "this token or another", from log-probs of the token alone; ≥ 0, same shape.
+    """Compute KL(behaviour ‖ policy) of "this token or another" from the token's log-probs, same shape.
 
         q·(log q − log p) + (1 − q)·log((1 − q + ε) / (1 − p + ε)),    p = e^l, q = e^l_b, ε = 1e-8
 
@@ -40,18 +40,15 @@ def binary_kl(logprobs: Tensor, behaviour: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class DPPO(Surrogate, name="dppo"):
-    """PPO with a trust region of probabilities, where PPO's region of ratios is tight for rare tokens: x = −A·ρ·1[kept].
+    """PPO with a trust region of probabilities, as ratios are tight for rare tokens: x = −A·ρ·1[kept].
 
-    A token leaves the region above where p − p_old > high (tv), or p > p_old and the binary KL exceeds high; below where
-    p_old − p > low, or p < p_old and the KL exceeds low. It is kept unless A drives it further out: above with A > 0, below
-    with A < 0.
+    A token is above the region if p − p_old > high (tv), or p > p_old and the binary KL exceeds high; below it if p_old − p >
+    low, or p < p_old and the KL exceeds low. It is kept unless A drives it further out: above with A > 0, below with A < 0.
 
     divergence: tv, a difference of probabilities, or binary_kl, KL(π_old ‖ π) of "this token or another" in nats. low, high:
-    its bounds (0.2 for tv, 0.05 for binary_kl). ratio_max: cap on ρ (verl: 20), off without one. detached:
-    x = −A·sg[min(ρ, ratio_max)]·l·1[kept] (verl); the gradient is the same, and stays beyond ratio_max. signed: false takes
-    what leaves the region whatever A is (prime-rl's IPO).
-
-    Paper: arXiv 2602.04879.
+        its bounds (0.2 for tv, 0.05 for binary_kl). ratio_max: cap on ρ (verl: 20); None is off. detached: x = −A·sg[min(ρ,
+        ratio_max)]·l·1[kept] (verl): the same gradient, which stays beyond ratio_max. signed: false drops tokens outside the
+        region for any A (prime-rl's IPO). Paper: arXiv 2602.04879.
     """
 
     token_level = True

@@ -23,7 +23,7 @@ def out_of_bounds(weight: Tensor, low: float, high: float) -> Tensor:
 
 
 def truncated(weight: Tensor, kind: Literal["tis", "icepop"], low: float, high: float) -> Tensor:
-    """Truncate weights: tis clamps into [low, high], icepop sets 0 outside of it; same shape.
+    """Truncate weights: tis clamps to [low, high], icepop sets 0 outside; same shape.
 
     >>> truncated(torch.tensor([0.4, 1.0, 2.5]), "tis", 0.0, 2.0)
     tensor([0.4000, 1.0000, 2.0000])
@@ -39,11 +39,10 @@ MismatchStatistic = Literal["k1", "k2", "k3", "tv", "binary_kl"]
 
 
 def mismatch(prev: Tensor, generation: Tensor, statistic: MismatchStatistic) -> Tensor:
-    """Distance of trainer and sampler on each token, from the log-probs of both; same shape.
+    """Measure the distance of trainer and sampler per token, from both log-probs; same shape.
 
-    With a = prev − generation, clamped to ±20: k1 = a (its bounds are those of the ratio π_prev/π_generation), k2 = a²/2,
-    k3 = e^a − 1 − a. tv = |π_prev − π_generation|, and `binary_kl` that of "this token or another".
-
+    With a = prev − generation, clamped to ±20: k1 = a (bounds are given on π_prev/π_generation), k2 = a²/2, k3 = e^a − 1 − a.
+    tv = |π_prev − π_generation|, and `binary_kl` that of "this token or another".
     >>> mismatch(torch.tensor([-1.0, -1.0]), torch.tensor([-1.0, -2.0]), "k2")
     tensor([0.0000, 0.5000])
     """
@@ -56,10 +55,9 @@ def mismatch(prev: Tensor, generation: Tensor, statistic: MismatchStatistic) -> 
 
 
 def step_bound(samples: Tensor, most: float) -> Tensor:
-    """Find the value below which the samples stay that have a mean of at most `most`: the largest leave until it is; 0-dim.
+    """Return the bound (0-dim) below which samples stay, so that the mean of those is at most `most`.
 
-    Equal values leave together; it is −inf where all leave, inf where none does. NaN samples do not count.
-
+    The largest leave first, equal values together; −inf if all leave, inf if none. NaN samples do not count.
     >>> step_bound(torch.tensor([0.1, 3.0, 0.3, torch.nan, 0.5]), 0.25)
     tensor(0.4000)
     """
@@ -67,5 +65,5 @@ def step_bound(samples: Tensor, most: float) -> Tensor:
     number = torch.arange(1, len(ordered) + 1, device=samples.device)
     stay = (running_sum(ordered) / number <= most).sum().view(1)
     around = torch.cat([ordered.new_full((1,), -torch.inf), ordered, ordered.new_full((1,), torch.inf)])
-    # between the last that stays and the first that leaves: no rounding moves a sample across
+    # midway between the last that stays and the first that leaves: rounding moves no sample across
     return ((around.gather(0, stay) + around.gather(0, stay + 1)) / 2)[0]

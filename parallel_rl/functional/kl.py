@@ -39,24 +39,19 @@ def kl_estimate(
 ) -> Tensor:
     """Estimate KL(π ‖ π_ref) from samples of π, per token.
 
-    With d = log π_ref − log π:  k1 = −d;  k2 = d²/2;  k3 = e^d − 1 − d. The weight multiplies the value before the
-    output clamp and keeps its gradient, the score-function term: with weight exp(l − sg[l]) the gradient of k3 per
-    token is (log π − log π_ref)·∇log π, the gradient of the true KL, which that of k3 alone is not. Where the input
-    clamp bites, both gradients vanish. Where d is infinite, or k3's e^d exceeds e^80, the estimate is 0 with gradient 0.
-
-    "abs" is |d|; "low_var_kl" is k3 with d clamped to ±20 and the estimate to ±10, whatever the clamps here.
-
+    With d = log π_ref − log π: k1 = −d, k2 = d²/2, k3 = e^d − 1 − d, "abs" = |d|; "low_var_kl" is k3 with fixed clamps, d to
+    ±20 and the estimate to ±10. The weight multiplies the value before the output clamp and keeps its gradient, the
+    score-function term: with weight exp(l − sg[l]) k3's gradient per token is (log π − log π_ref)·∇log π, that of the true
+    KL. Where the input clamp bites, both gradients vanish. If d is infinite, or k3's e^d exceeds e^80, estimate and gradient
+    are 0. Papers: http://joschu.net/blog/kl-approx.html (estimators), arXiv 2506.09477 (gradients).
     >>> logprobs, reference = torch.tensor([-1.0, -2.0]), torch.tensor([-1.0, -1.0])
     >>> kl_estimate(logprobs, reference, "k2")
     tensor([0.0000, 0.5000])
 
     Args:
         logprobs, reference: one shape.
-        input_clamp: bound on |d| before the exponential; None is off.
-        output_clamp: bound on the absolute estimate; None is off.
+        input_clamp, output_clamp: bounds on |d| before the exponential, and on the absolute estimate; None is off.
         weight: importance weight of the sample, same shape.
-
-    Papers: http://joschu.net/blog/kl-approx.html (estimators), arXiv 2506.09477 (gradients).
     """
     return kl_with_overflow(
         logprobs, reference, kind, input_clamp=input_clamp, output_clamp=output_clamp, weight=weight
@@ -73,10 +68,9 @@ def kl_with_overflow(
     weight: Tensor | None = None,
     gradient_of_k2: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """Compute `kl_estimate`, and bool: where it is 0 because it overflows; None if the input clamp bounds it.
+    """Compute `kl_estimate`, and bool where it overflows and is 0 (None if the input clamp bounds it).
 
-    gradient_of_k2: the value is that of `kind`, the gradient that of k2 (straight-through).
-
+    With `gradient_of_k2` the value is that of `kind` and the gradient that of k2 (straight-through).
     >>> kl_with_overflow(torch.tensor([-1.0, -1.0, -100.0]), torch.tensor([-2.0, -torch.inf, -1.0]))
     (tensor([0.3679, 0.0000, 0.0000]), tensor([False,  True,  True]))
     """
@@ -108,7 +102,7 @@ def kl_with_overflow(
 
 
 def straight_through(value: Tensor, gradient: Tensor) -> Tensor:
-    """Combine the value of one estimate with the gradient of another, of one shape.
+    """Combine the value of one estimate with the gradient of another of the same shape.
 
     >>> x = torch.tensor(3.0, requires_grad=True)
     >>> y = straight_through(x.square(), 10 * x)
@@ -119,7 +113,7 @@ def straight_through(value: Tensor, gradient: Tensor) -> Tensor:
 
 
 def jensen_shannon_estimate(logprobs: Tensor, other: Tensor) -> Tensor:
-    """Estimate the Jensen-Shannon divergence, per token: ½·k3(p ‖ m) + ½·k3(q ‖ m) ≥ 0, m the mean of both probabilities.
+    """Estimate the Jensen-Shannon divergence per token, ½·k3(p ‖ m) + ½·k3(q ‖ m), m the mean probability.
 
     >>> jensen_shannon_estimate(torch.tensor([-1.0, -1.0]), torch.tensor([-1.0, -2.0]))
     tensor([0.0000, 0.1514])

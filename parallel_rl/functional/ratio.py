@@ -1,4 +1,4 @@
-"""Likelihood ratios, and the surrogates that PPO and CISPO make of them."""
+"""Likelihood ratios, and the surrogates of PPO and CISPO."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ import math
 import torch
 from torch import Tensor
 
-#: Bound of a log-ratio. e^80 is finite in float32, times an advantage too; above e^88.7 there is inf, and inf · 0 is NaN. No
-#: sample has a ratio of e^80: its recorded log-prob is wrong. A clamp alone would report e^80 with gradient 0, a loss that
-#: no check of gradients sees, so tokens above the bound leave the loss: value and gradient 0, counted in `overflow_tokens`.
+#: Bound of a log-ratio. e^80, even times an advantage, is finite in float32; e^88.7 is inf, and inf · 0 is NaN. No sample has
+#: a ratio of e^80: its recorded log-prob is wrong. A clamp would report e^80 with gradient 0, which no check of gradients
+#: sees, so tokens above the bound leave the loss: value and gradient 0, counted in `overflow_tokens`.
 MAX_EXPONENT = 80.0
 
 
 def safe_exp(log_ratio: Tensor) -> Tensor:
-    """exp(x) for x ≤ 80, the constant e^80 (gradient 0) above.
+    """Compute exp(x) for x ≤ 80, the constant e^80 (gradient 0) above.
 
     >>> safe_exp(torch.tensor([0.0, 80.0, 1000.0]))
     tensor([1.0000e+00, 5.5406e+34, 5.5406e+34])
@@ -23,7 +23,7 @@ def safe_exp(log_ratio: Tensor) -> Tensor:
 
 
 def exp_or_zero(log_weight: Tensor) -> Tensor:
-    """exp(x), and 0 with gradient 0 where that is not finite.
+    """Compute exp(x), 0 with gradient 0 where that is not finite.
 
     >>> exp_or_zero(torch.tensor([0.0, 1000.0, torch.nan]))
     tensor([1., 0., 0.])
@@ -33,9 +33,9 @@ def exp_or_zero(log_weight: Tensor) -> Tensor:
 
 
 def bounded_log_ratio(logprobs: Tensor, recorded: Tensor, clamp: float | None = None) -> tuple[Tensor, Tensor]:
-    """Compute log π − log π_recorded, 0 with gradient 0 where it exceeds 80; returns it, and bool, where.
+    """Compute log π − log π_recorded, 0 with gradient 0 above 80; returns it, and bool where.
 
-    A clamp to ±`clamp` bounds it before, and then only an infinite one is 0.
+    A clamp to ±`clamp` acts first; then only infinite log-ratios become 0.
 
     >>> bounded_log_ratio(torch.tensor([-1.0, -1.0]), torch.tensor([-2.0, -200.0]))
     (tensor([1., 0.]), tensor([False,  True]))
@@ -48,7 +48,7 @@ def bounded_log_ratio(logprobs: Tensor, recorded: Tensor, clamp: float | None = 
 
 
 def finite_log_ratio(logprobs: Tensor, reference: Tensor) -> tuple[Tensor, Tensor]:
-    """Compute log π − log π_ref, 0 with gradient 0 where it is infinite; returns it, and bool, where.
+    """Compute log π − log π_ref, 0 with gradient 0 where infinite; returns it, and bool where.
 
     >>> finite_log_ratio(torch.tensor([-1.0, -1.0]), torch.tensor([-2.0, -torch.inf]))
     (tensor([1., 0.]), tensor([False,  True]))
@@ -59,7 +59,7 @@ def finite_log_ratio(logprobs: Tensor, reference: Tensor) -> tuple[Tensor, Tenso
 
 
 def clipped_surrogate(ratio: Tensor, clipped: Tensor, advantages: Tensor, dual_clip: float | None = None) -> Tensor:
-    """PPO's pessimistic surrogate, per token: max(−A·ρ, −A·ρ_clipped); with dual clip c at most −A·c where A < 0.
+    """Compute PPO's surrogate per token: max(−A·ρ, −A·ρ_clipped); at most −A·c (dual clip) if A < 0.
 
     All tensors have one shape. Papers: PPO arXiv 1707.06347; dual clip arXiv 1912.09729.
 
@@ -75,7 +75,7 @@ def clipped_surrogate(ratio: Tensor, clipped: Tensor, advantages: Tensor, dual_c
 
 
 def cispo(logprobs: Tensor, clipped: Tensor, advantages: Tensor) -> Tensor:
-    """CISPO, per token: −A·sg[ρ_clipped]·log π, so that clipped tokens keep a gradient. Paper: arXiv 2506.13585.
+    """Compute CISPO: −A·sg[ρ_clipped]·log π; clipped tokens keep a gradient. Paper: arXiv 2506.13585.
 
     >>> cispo(torch.tensor([-2.0]), torch.tensor([1.2]), torch.tensor([0.5]))
     tensor([1.2000])

@@ -1,4 +1,4 @@
-"""REC: REINFORCE with the pieces of PPO taken apart: clip, importance weight and regulariser, each by choice."""
+"""REC: REINFORCE with PPO's clip, importance weight and regulariser as separate options."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from parallel_rl.functional.surrogate import Clipped, PolicyTerms, Surrogate
 class REC(Surrogate, name="rec"):
     """x = −A'·l·I + regulariser, with constant weight and indicator.
 
-    clip_mode: I is 1 (none); 1 − ε_low ≤ ρ ≤ 1 + ε_high (two-side); ρ ≤ 1 + ε_high where A ≥ 0, ρ ≥ 1 − ε_low where A ≤ 0
-        (one-side; gspo-one-side the same with the geometric mean ratio of the sequence); two-side, or ρ ≤ 1 − ε_low' where
-        A ≥ 0, or ρ ≥ 1 + ε_high' where A ≤ 0 (ring).
-    weight: A' is A; A·ρ (importance_sampling); A times the geometric mean ratio (gspo_importance_sampling); A·e^{A/temperature}
-        (advantage).
+    clip_mode: I is 1 (none); 1 − ε_low ≤ ρ ≤ 1 + ε_high (two-side); ρ ≤ 1 + ε_high if A ≥ 0, ρ ≥ 1 − ε_low if A ≤ 0
+        (one-side; gspo-one-side uses the sequence's geometric mean ratio); two-side, or ρ ≤ 1 − ε_low' if A ≥ 0, or ρ ≥ 1 +
+        ε_high' if A ≤ 0 (ring).
+    weight: A' is A; A·ρ (importance_sampling); A times the geometric mean ratio (gspo_importance_sampling);
+        A·e^{A/temperature} (advantage).
     regularizer: + coef·(l − l_old)² (k2), or − coef·l (forward-kl).
     epsilon_low, epsilon_high, epsilon_low_prime, epsilon_high_prime: the bounds; the primes are of "ring".
 
@@ -81,7 +81,7 @@ class REC(Surrogate, name="rec"):
         return safe_exp(terms.sequence_mean(log_ratio) if self.clip_mode == "gspo-one-side" else log_ratio)
 
     def keep(self, terms: PolicyTerms) -> Tensor:
-        """I of each token, bool."""
+        """Return I of each token, bool."""
         if self.clip_mode == "none":
             return torch.ones_like(terms.logprobs, dtype=torch.bool)
         return self._keep(self._clip_ratio(terms), terms.advantages)

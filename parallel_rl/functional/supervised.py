@@ -12,11 +12,11 @@ NLLWeighting = Literal["none", "probability", "phi"]
 
 
 def weighted_nll(logprobs: Tensor, weighting: NLLWeighting = "none", cutoff_prob: float = 1.0) -> Tensor:
-    """Negative log-likelihood times a constant weight of the token's probability p = e^l, same shape.
+    """Compute the negative log-likelihood times a constant weight of p = e^l; same shape.
 
         none         −l                             SFT
-        probability  −sg[p]·l                       SFT-IS: the gradient of −p, maximum expected accuracy
-        phi          −sg[p·(1 − p)]·min(l, log c)   SFT-phi: neither what is certain already nor what is out of reach
+        probability  −sg[p]·l                       SFT-IS: the gradient of −p, maximum expected accuracy (arXiv 2508.05629)
+        phi          −sg[p·(1 − p)]·min(l, log c)   SFT-phi: neither certain tokens nor those out of reach (2508.11408)
 
     >>> logprobs = torch.tensor([0.5, 0.9]).log()
     >>> weighted_nll(logprobs, "phi")
@@ -24,9 +24,7 @@ def weighted_nll(logprobs: Tensor, weighting: NLLWeighting = "none", cutoff_prob
 
     Args:
         logprobs: any shape, ≤ 0.
-        cutoff_prob: c of phi; a token likelier than it has a value and no gradient. 1 is off.
-
-    Papers: arXiv 2508.05629 (probability), CHORD arXiv 2508.11408 (phi).
+        cutoff_prob: c of phi; likelier tokens have a value and no gradient. 1 is off.
     """
     if weighting == "none":
         return -logprobs

@@ -1,4 +1,4 @@
-"""Base of the policy-gradient surrogates: from ratios and advantages to a loss per token, and to the tokens that it clips."""
+"""Base of the policy-gradient surrogates: from ratios and advantages to a loss per token and its clip."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ class PolicyTerms:
     """Inputs of a surrogate, all [T_local]; masked places hold 0 (a ratio: 1).
 
     Attributes:
-        logprobs, old_logprobs: l with gradient, and l_old without.
+        logprobs, old_logprobs: l with gradient, l_old without.
         token_log_ratio: l − l_old of each token. log_ratio, ratio: at the level of the loss, with its gradient.
         sequence_mean, sequence_sum: [T_local] to [T_local], over each whole sequence's valid tokens.
-        samples: for a surrogate with `needs_statistics`, what it collected over the whole step, NaN at masked places.
+        samples: collected over the whole step for a surrogate with `needs_statistics`, NaN at masked places.
         random: [T_local] uniform on [0, 1), for a surrogate with a `draw_seed`.
-        overflow: [T_local] bool, tokens whose ratio exceeds e^80: it is 1 here, and their loss does not count.
+        overflow: [T_local] bool, tokens whose ratio exceeds e^80; the ratio is 1 here, and their loss does not count.
     """
 
     logprobs: Tensor
@@ -40,9 +40,9 @@ class PolicyTerms:
 
 
 def follows_overflow(terms: PolicyTerms, loss: Tensor) -> Tensor:
-    """Mark the tokens, bool, whose loss [T_local] is that of a ratio above e^80, which a sum over a long response may reach.
+    """Mark tokens (bool) whose loss [T_local] follows a ratio above e^80, as sums over long responses may.
 
-    A surrogate that bounds the ratio (CISPO, TOPR, PPO where A > 0) keeps its value there.
+    A surrogate that bounds the ratio (CISPO, TOPR, PPO with A > 0) keeps its value.
 
     >>> import torch
     >>> x = torch.tensor([1.0, 100.0])
@@ -58,9 +58,9 @@ class Clipped(NamedTuple):
     """Tokens beyond the range that a surrogate allows, [T_local] bool each.
 
     Attributes:
-        low, high: below and above the range, whatever the advantage.
-        bites: those of them that the surrogate holds back: PPO those that A would drive further out.
-        dual: those that a second bound on A < 0 holds back (dual clip, a cap on the ratio); None without one.
+        low, high: below and above the range, for any advantage.
+        bites: those that the surrogate holds back: with PPO those that A would drive further out.
+        dual: those held back by a second bound on A < 0 (dual clip, a cap on the ratio); None without one.
     """
 
     low: Tensor
@@ -70,7 +70,7 @@ class Clipped(NamedTuple):
 
 
 def driven_out(low: Tensor, high: Tensor, advantages: Tensor) -> Tensor:
-    """Mark the tokens below the range whose advantage lowers them further, and those above it that it raises further.
+    """Mark tokens below the range that their advantage lowers, and tokens above it that it raises.
 
     >>> import torch
     >>> low, high = torch.tensor([True, True, False]), torch.tensor([False, False, True])
@@ -81,32 +81,29 @@ def driven_out(low: Tensor, high: Tensor, advantages: Tensor) -> Tensor:
 
 
 class Surrogate(Variants):
-    """Base of the surrogates: one option of the policy loss, chosen in its config as `name: ppo` with that class's options.
-
-    It is a union of config classes; losses are registered with `register_loss`.
-    """
+    """Base of the surrogates, an option of the policy loss: `name: ppo` with the options of that class."""
 
     uses_ratio: ClassVar[bool] = True
-    #: whether only the ratio of single tokens makes sense
+    #: only ratios of single tokens make sense
     token_level: ClassVar[bool] = False
-    #: whether `collect` must run over the whole step first
+    #: `collect` must run over the whole step first
     needs_statistics: ClassVar[bool] = False
-    #: whether a token's term depends on the log-probs of no other token
+    #: a token's term depends on the log-probs of no other token
     token_separable: ClassVar[bool] = True
 
     @property
     def draw_seed(self) -> int | None:
-        """The seed of a surrogate that draws at random."""
+        """Return the seed of a surrogate that draws at random."""
         return None
 
     @abstractmethod
     def __call__(self, terms: PolicyTerms) -> Tensor:
-        """[T_local] the loss of each token."""
+        """Compute the loss of each token, [T_local]."""
 
     def collect(self, terms: PolicyTerms) -> dict[str, Tensor]:
-        """[T_local] each: the values of every token of the step that `terms.samples` then holds."""
+        """Return the values of each token, [T_local], that `terms.samples` will hold for the whole step."""
         return {}
 
     def clipped(self, terms: PolicyTerms) -> Clipped | None:
-        """The tokens that it clips, for metrics; None for a surrogate that does not clip."""
+        """Return the tokens that it clips, for metrics; None without a clip."""
         return None

@@ -1,7 +1,7 @@
 """Policy-gradient surrogates, one small class each, its fields its options; see `Surrogate`.
 
-Notation: l = log π of the token with gradient, l_old of the policy that the step began with, ρ the ratio at the level that the
-loss chose, A the advantage, sg stop-gradient.
+Notation: l = log π of the token with gradient, l_old of the policy at the start of the step, ρ the ratio at the loss's level,
+A the advantage, sg stop-gradient.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ def _by_sign(up: Tensor, there: float, elsewhere: float) -> Tensor:
 
 @dataclass(frozen=True)
 class PPO(Surrogate, name="ppo"):
-    """Clipped surrogate: x = max(−A·ρ, −A·clip(ρ, 1 − ε_low, 1 + ε_high)), at most −A·c where A < 0 (dual clip).
+    """Clipped surrogate, at most −A·c where A < 0 (dual clip):
+    x = max(−A·ρ, −A·clip(ρ, 1 − ε_low, 1 + ε_high)).
 
-    clip_low, clip_high: ε_low and ε_high (clip-higher of DAPO: 0.28). dual_clip: c > 1, None is off; with c beyond 1 + ε_high
-    it is also the two-sided clip δ of INTELLECT-2.
-
+    clip_low, clip_high: ε_low and ε_high (clip-higher of DAPO: 0.28). dual_clip: c > 1, None is off; beyond 1 + ε_high it is
+        also the two-sided clip δ of INTELLECT-2.
     Papers: arXiv 1707.06347 (PPO), 1912.09729 (dual clip), 2503.14476 (clip-higher).
     """
 
@@ -70,12 +70,11 @@ class Ratio(Surrogate, name="ratio"):
 
 @dataclass(frozen=True)
 class CISPO(Surrogate, name="cispo"):
-    """Clipped importance weight, every token keeps a gradient: x = −A·sg[clip(ρ, 1 − ε_low, 1 + ε_high)]·l.
+    """Clipped importance weight: x = −A·sg[clip(ρ, 1 − ε_low, 1 + ε_high)]·l.
+    Every token keeps a gradient.
 
     clip_low, clip_high: ε; 1.0 is no lower bound. mask_low, mask_high: drop tokens that PPO would clip: ρ > 1 + mask_high
-    with A > 0, ρ < 1 − mask_low with A < 0; None is off.
-
-    Paper: arXiv 2506.13585 (MiniMax-M1).
+        with A > 0, ρ < 1 − mask_low with A < 0; None is off. Paper: arXiv 2506.13585 (MiniMax-M1).
     """
 
     clip_low: float = 1.0
@@ -102,7 +101,8 @@ class CISPO(Surrogate, name="cispo"):
 
 @dataclass(frozen=True)
 class SAPO(Surrogate, name="sapo"):
-    """Soft adaptive gate in place of a clip: x = −A·f(ρ), f(ρ) = σ(τ·(ρ − 1))·4/τ, with the gradient through ρ.
+    """Soft adaptive gate in place of a clip, with the gradient through ρ:
+    x = −A·f(ρ), f(ρ) = σ(τ·(ρ − 1))·4/τ.
 
     tau_pos, tau_neg: τ where A > 0, and elsewhere; tau_neg ≥ tau_pos. Paper: arXiv 2511.20347.
     """
@@ -116,7 +116,7 @@ class SAPO(Surrogate, name="sapo"):
             raise ValueError(f"tau_neg = {self.tau_neg} must be at least tau_pos = {self.tau_pos}")
 
     def gate(self, terms: PolicyTerms) -> Tensor:
-        """f(ρ) of each token."""
+        """Return f(ρ) of each token."""
         tau = _by_sign(terms.advantages > 0, self.tau_pos, self.tau_neg)
         return (torch.sigmoid(tau * (terms.ratio - 1)) * 4 / tau).to(terms.ratio.dtype)
 
@@ -126,7 +126,7 @@ class SAPO(Surrogate, name="sapo"):
 
 @dataclass(frozen=True)
 class DetachedSAPO(SAPO, name="sapo_detached"):
-    """Trinity-RFT's SAPO: x = −A·sg[f(ρ)]·l. Its gradient grows with ρ, which the paper's does not; prefer `sapo`."""
+    """Trinity-RFT's SAPO: x = −A·sg[f(ρ)]·l. Unlike the paper's, its gradient grows with ρ; prefer `sapo`."""
 
     def __call__(self, terms: PolicyTerms) -> Tensor:
         return -terms.advantages * self.gate(terms).detach() * terms.logprobs
@@ -149,9 +149,8 @@ class TOPR(Surrogate, name="topr"):
 
 @dataclass(frozen=True)
 class SPPO(Surrogate, name="sppo"):
-    """Simple policy optimization of the log-ratio, inside a two-sided range: x = −A·(l − l_old)·1[1/(1+ε) ≤ ρ ≤ 1+ε].
-
-    Paper: arXiv 2108.05828.
+    """Simple policy optimization of the log-ratio in a two-sided range (arXiv 2108.05828):
+    x = −A·(l − l_old)·1[1/(1+ε) ≤ ρ ≤ 1+ε].
     """
 
     epsilon: float = 0.3
@@ -185,10 +184,10 @@ class OPMD(Surrogate, name="opmd"):
 
 @dataclass(frozen=True)
 class GMPO(Surrogate, name="gmpo"):
-    """Geometric-mean policy optimization: x = −A·exp(mean_t y'), y' = s·min(s·y, s·clip(y, −ε_low, ε_high)), s = sign A.
+    """Geometric-mean policy optimization (arXiv 2507.20673), for aggregation "seq-mean-token-mean":
+    x = −A·exp(mean_t y'), y' = s·min(s·y, s·clip(y, −ε_low, ε_high)), s = sign A, y = l − l_old.
 
-    y = l − l_old, so the bounds are in log space; A must be constant over a sequence. Goes with aggregation
-    "seq-mean-token-mean". Paper: arXiv 2507.20673.
+    The bounds are in log space; A must be constant over a sequence.
     """
 
     token_level = True
@@ -211,10 +210,10 @@ class GMPO(Surrogate, name="gmpo"):
 
 @dataclass(frozen=True)
 class CPGD(Surrogate, name="cpgd"):
-    """Clipped policy gradient with drift: x = −A·l', l' = min(l, l_old + log(1 + ε_high)) where A > 0, else
-    max(l, l_old + log(1 − ε_low)).
+    """Clipped policy gradient with drift (arXiv 2505.12504):
+    x = −A·l', l' = min(l, l_old + log(1 + ε_high)) where A > 0, else max(l, l_old + log(1 − ε_low)).
 
-    The paper's drift term is the KL to l_old: `kl: {against: prev}`. Paper: arXiv 2505.12504.
+    The paper's drift term is the KL to l_old: `kl: {against: prev}`.
     """
 
     token_level = True
@@ -237,15 +236,14 @@ class CPGD(Surrogate, name="cpgd"):
         return Clipped(low, high, driven_out(low, high, terms.advantages))
 
     def _bounds(self) -> list[float]:
-        """Bounds of the log-ratio."""
+        """Return the bounds of the log-ratio."""
         return torch.tensor([1 - self.clip_low, 1 + self.clip_high], dtype=torch.float64).log().tolist()
 
 
 @dataclass(frozen=True)
 class VESPO(Surrogate, name="vespo"):
-    """Variational sequence-level soft policy optimization: x = −sg[φ]·A·l, φ = W^k·exp(λ·(1 − W)), W = Π_t π/π_old.
-
-    k and λ by the sign of A. log W is clamped to [log 1e-8, 20]. As TRL has it.
+    """Variational sequence-level soft policy optimization, as in TRL:
+    x = −sg[φ]·A·l, φ = W^k·exp(λ·(1 − W)), W = Π_t π/π_old. k and λ by the sign of A; log W is clamped to [log 1e-8, 20].
     """
 
     token_level = True

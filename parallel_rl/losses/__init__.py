@@ -1,9 +1,7 @@
 """Catalogue of the losses, one file each, with their options; importing it registers them all.
 
-`scores` and `teacher_topk` compute a batch's log-probs, or a teacher's top-k, as data for a later loss.
-
-A loss is called with vocab-parallel logits and process groups and returns this rank's share, see `LossFn`. How it runs is in
-`core`, and its pointwise mathematics in `parallel_rl.functional`.
+`scores` and `teacher_topk` compute a batch's log-probs, or a teacher's top-k, as data for a later loss. How a loss runs is in
+`core`, its pointwise mathematics in `parallel_rl.functional`.
 """
 
 from parallel_rl.losses.clipped_pg import ClippedPGLossFn

@@ -1,4 +1,4 @@
-"""A loss by name and options, as a config has it."""
+"""A loss by name and options, as in a config."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from parallel_rl.vocab.truncation import KEEP_ALL, Truncation
 
 
 class _Unseen(LossFn[NoConfig]):
-    """In the place of a loss that this process does not import; it is never called."""
+    """Stand-in for a loss that this process does not import; never called."""
 
     config_class = NoConfig
     requirements = Requirements(truncatable=True)
@@ -33,7 +33,7 @@ class LossConfig:
     """A registered loss, checked when the config is read.
 
     Attributes:
-        name: in the registry (`parallel_rl.losses.losses()`), which a module of --import may add to.
+        name: in the registry (`parallel_rl.losses.losses()`); a module of --import may add names.
         options: keys of the loss's config, see its `config_class`.
     """
 
@@ -45,21 +45,16 @@ class LossConfig:
 
     @property
     def loss_class(self) -> type[LossFn]:
-        """The registered class.
-
-        Raises:
-            ValueError: an unknown name.
-        """
+        """Return the registered class; ValueError for an unknown name."""
         return _Unseen if self.unseen else get_loss(self.name)
 
     @property
     def unseen(self) -> bool:
-        """Whether only the ranks know this loss, so that nothing is known of what it reads (`parallel-rl check`)."""
+        """Return whether only the ranks know this loss, so its fields are unknown here (`parallel-rl check`)."""
         return self.name not in losses() and is_left("loss", self.name)
 
     @property
     def requirements(self) -> Requirements:
-        """Requirements of the loss with these options."""
         return self.build().requirements
 
     def build(
@@ -70,10 +65,10 @@ class LossConfig:
         consume_logits: bool = False,
         truncation: Truncation = KEEP_ALL,
     ) -> LossFn:
-        """The loss on logits [.., V/tp], or on a scalar head, which has no vocabulary.
+        """Build the loss on logits [.., V/tp], or on a scalar head, which has no vocabulary.
 
         Raises:
-            ValueError: options that do not fit, a truncation of a loss that does not score the sampler's policy.
+            ValueError: options that do not fit; a truncation with a loss that does not score the sampler's policy.
         """
         cls = self.loss_class
         if cls is _Unseen:

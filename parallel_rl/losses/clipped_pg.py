@@ -1,4 +1,4 @@
-"""The clipped policy-gradient loss under NeMo-RL's names: its options, its data and its metrics."""
+"""Clipped policy gradient with NeMo-RL's option, data and metric names."""
 
 from __future__ import annotations
 
@@ -26,11 +26,10 @@ class ClippedPGLossFn(PolicyLoss[ClippedPGLossConfig]):
 
         L = AGG(ω·x) + β·AGG(kl) + μ·NLL(reward > 0),    x = max(−A·ρ, −A·clip(ρ, 1 − ε_min, 1 + ε_max))
 
-    ρ = π/π_prev per token or its geometric mean over the sequence, ω = π_prev/π_generation (constant), AGG the mean
-    over all valid tokens or over sequences. `data` holds, beside the common fields, advantages, prev_logprobs (unless
-    force_on_policy_ratio), generation_logprobs (where ω is on or the KL's gradient reads it; else for metrics, if it is
-    there) and, where the KL is on, reference_policy_logprobs, all [B, S] float, token-aligned;
-    `rewards` [B] where positive_example_nll_weight > 0.
+    ρ = π/π_prev per token or its geometric mean over the sequence, ω = π_prev/π_generation (constant), AGG the mean over all
+    valid tokens or over sequences. `data` holds the common fields and, [B, S] float and token-aligned, advantages,
+    prev_logprobs (unless force_on_policy_ratio), generation_logprobs (required with ω or if the KL's gradient reads it;
+    otherwise for metrics) and, with a KL, reference_policy_logprobs; `rewards` [B] with positive_example_nll_weight > 0.
 
     Metrics: loss, kl_penalty (without β), probs_ratio and probs_ratio_clamped (means, _min, _max), clip_fraction_low
     and _high, entropy, num_valid_samples, positive_nll_loss, overflow_tokens, is_oob_ratio (with a truncation); with
@@ -65,7 +64,7 @@ class ClippedPGLossFn(PolicyLoss[ClippedPGLossConfig]):
         return self.config.use_kl_in_reward
 
     def _token_fields(self) -> dict[str, bool]:
-        """The metrics compare with the step's first policy, whatever the loss reads."""
+        """Read what the metrics compare with the step's first policy, even if the loss does not."""
         return {**super()._token_fields(), "prev_logprobs": not self.config.force_on_policy_ratio}
 
     def compute(self, batch: TokenBatch) -> tuple[Tensor, Metrics]:
@@ -95,7 +94,7 @@ class ClippedPGLossFn(PolicyLoss[ClippedPGLossConfig]):
             per_token |= self._against_sampler(prev, batch["generation_logprobs"], logprobs)
         metrics = token_means(batch, per_token)
         metrics |= token_ranges(batch, {"probs_ratio": ratio, "probs_ratio_clamped": clipped})
-        if sampled and self.policy.importance is None:  # reported, though it is not applied
+        if sampled and self.policy.importance is None:  # reported although not applied
             plain = ImportanceConfig("sequence-sum" if cfg.sequence_level_importance_ratios else "token")
             given = prev if cfg.force_on_policy_ratio else batch.recorded("prev_logprobs")
             metrics |= importance_weight(batch, given, plain)[1]

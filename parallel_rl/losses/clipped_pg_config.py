@@ -1,4 +1,4 @@
-"""Options of the clipped policy-gradient loss, and which of them go together."""
+"""Options of the clipped policy gradient, and which of them fit together."""
 
 from __future__ import annotations
 

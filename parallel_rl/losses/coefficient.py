@@ -1,4 +1,4 @@
-"""A coefficient that moves over the optimizer's steps."""
+"""A coefficient with a schedule over the optimizer's steps."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from parallel_rl.config.strict import positive
 
 @dataclass(frozen=True)
 class CoefficientScheduleConfig:
-    """A coefficient over the steps: from `start` on a line to `peak`, from there on a cosine to `valley`, where it stays.
+    """A schedule: a line from `start` to `peak`, then a cosine to `valley`, where it stays.
 
     c(s) = start + s/W·(peak − start) for s < W;  valley + (peak − valley)·½·(1 + cos(π·(s − W)/D)) for s < W + D;  then valley
 
@@ -36,7 +36,7 @@ class CoefficientScheduleConfig:
             raise ValueError(f"start = {self.start} has no effect without warmup_steps")
 
     def at(self, step: int) -> float:
-        """The coefficient of a step, counted from 0.
+        """Return the coefficient of a step, counted from 0.
 
         >>> [CoefficientScheduleConfig(0.8, 0.2, warmup_steps=4, decay_steps=10).at(step) for step in (0, 2, 9, 99)]
         [0.0, 0.4, 0.5, 0.2]
@@ -45,7 +45,7 @@ class CoefficientScheduleConfig:
 
 
 def scheduled(step: int, start: float, peak: float, valley: float, warmup_steps: int, decay_steps: int) -> float:
-    """The value of a step, see `CoefficientScheduleConfig`."""
+    """Return the value of a step, see `CoefficientScheduleConfig`."""
     if step < warmup_steps:
         return start + step / warmup_steps * (peak - start)
     after = step - warmup_steps
@@ -55,11 +55,7 @@ def scheduled(step: int, start: float, peak: float, valley: float, warmup_steps:
 
 
 def checked_steps(steps: object) -> int:
-    """Number of optimizer steps, of a checkpoint.
-
-    Raises:
-        ValueError: anything but a whole number ≥ 0.
-    """
+    """Return a checkpoint's number of optimizer steps; ValueError unless it is a whole number ≥ 0."""
     if isinstance(steps, bool) or not isinstance(steps, (int, float)) or steps < 0 or steps != int(steps):
         raise ValueError(f"steps = {steps!r} must be a number of optimizer steps ≥ 0")
     return int(steps)

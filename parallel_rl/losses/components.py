@@ -26,13 +26,13 @@ _NAME = re.compile(r"[a-z][a-z0-9_]*")
 
 @dataclass(frozen=True)
 class ComponentConfig:
-    """A component: a registered loss with its weight, and the tokens and fields that it sees.
+    """A component: a registered loss with its weight, and the tokens and fields that it reads.
 
     loss: {name: ..., options: {...}}; its aggregation and token weights are among its options.
-    coefficient: λ, a number, or a `CoefficientScheduleConfig`.
-    mask: name of a field [B, S] of 0 and 1 in the place of token_mask; "not NAME" is its complement.
-    rows: name of a field [B] of 0 and 1, the rows that it is on; "not NAME" is its complement.
-    fields: a field of the loss → the data's field that it reads instead, such as {reference_policy_logprobs: teacher_logprobs}.
+    coefficient: λ, a number or a `CoefficientScheduleConfig`.
+    mask: name of a field [B, S] of 0 and 1 used as token_mask; "not NAME" is its complement.
+    rows: name of a field [B] of 0 and 1 that selects rows; "not NAME" is its complement.
+    fields: a field of the loss → the data's field to read instead, e.g. {reference_policy_logprobs: teacher_logprobs}.
     """
 
     loss: LossConfig
@@ -60,7 +60,6 @@ class ComponentConfig:
 
     @property
     def view(self) -> DataView:
-        """The data as it sees them."""
         return DataView(self.mask, self.rows, self.fields)
 
 
@@ -68,7 +67,7 @@ class ComponentConfig:
 class ComponentsLossConfig:
     """Options of `ComponentsLossFn`.
 
-    components: the losses by names of your choice, which their metrics carry.
+    components: the losses by names that you choose, which prefix their metrics.
     """
 
     components: dict[str, ComponentConfig]
@@ -86,20 +85,20 @@ class ComponentsLossConfig:
 
 @register_loss("components")
 class ComponentsLossFn(ComponentsLoss[ComponentsLossConfig]):
-    """A sum of named losses on one read of the logits, or of the hidden states; this rank's share.
+    """Sum of named losses on one read of the logits, or of the hidden states; this rank's share.
 
         L = Σ_c λ_c·L_c,    L_c the loss of component c on its own tokens, divided by its own counts of the step
 
     A component is any registered loss on log-probs or logits with its options, a coefficient, a mask of tokens or rows, and
-    fields under other names. Its tokens need not be in `token_mask`: what the policy did not sample (observations) can be
-    learnt beside what it did. Its counts are those of its own tokens and rows over the whole step, given by `count`:
-    no component dilutes another, and one without a token adds an exact 0. MIX, CHORD, RL with NLL on observations
-    (ECHO), RL with distillation or with a KL to a second reference are configs of this loss.
+    renamed fields. Its tokens need not be in `token_mask`, so it can also learn tokens that the policy did not sample
+    (observations). `count` counts its own tokens and rows over the whole step: no component dilutes another, and one without
+    a token adds an exact 0. MIX, CHORD, RL with NLL on observations (ECHO), with distillation or with a KL to a second
+    reference are configs of this loss.
 
-    If all components separate over tokens, so does the sum (`LMHeadInput`); if one reads logits, whole logits are
-    made, and they are not consumed. A teacher's `LMHeadInput` is refused inside components: give `teacher_logits` as logits.
+    The sum separates over tokens (`LMHeadInput`) if all components do. If one reads logits, whole logits are made and not
+    consumed. A teacher's `LMHeadInput` is refused inside components: pass `teacher_logits` as logits.
 
-    Metrics: loss; NAME/... of each component, and NAME/coefficient where it has a schedule. Call and errors: see `LossFn`.
+    Metrics: loss; NAME/... of each component, and NAME/coefficient of a schedule. Call and errors: see `LossFn`.
 
     >>> import torch
     >>> from parallel_rl import count_valid

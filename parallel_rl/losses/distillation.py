@@ -37,20 +37,19 @@ class DistillationLossConfig:
 
     kl_type: "forward" KL(teacher ‖ student), "reverse", or "mixed": w·forward + (1 − w)·reverse.
     mixed_kl_weight: w.
-    zero_outside_topk: False: both sides are renormalised inside the top-k, and the student's probability of other tokens has
-        no effect. True: the student is normalised over the whole vocabulary, and the teacher's log-prob of any other token
-        counts as −100 in the reverse KL.
-    bucket_tail: all tokens outside the top-k are one bucket on both sides: a lower bound of the KL over the vocabulary that
-        includes the mass of the tail. Reads the field teacher_logsumexp [B, S], of the teacher's logits over its temperature:
-        the teacher's tail is 1 − Σ_k p, so a tail below 1e-5 needs it in float64.
-    overlap: log how far student and teacher agree on the likely tokens, at the cost of one more pass over the logits. With
-        T the teacher's top-k ids of a token and S the student's k largest logits: teacher_mass = Σ_{v∈T} p_v and student_mass
-        = Σ_{v∈T} q_v over the whole vocabulary, overlap = |T ∩ S| / k. Reads teacher_logsumexp.
+    zero_outside_topk: False: both sides are renormalised inside the top-k, and other tokens have no effect. True: the student
+        is normalised over the whole vocabulary, and the teacher's log-prob of any other token is −100 in the reverse KL.
+    bucket_tail: make all tokens outside the top-k one bucket on both sides: a lower bound of the KL over the vocabulary that
+        includes the tail's mass. Reads teacher_logsumexp [B, S], of the teacher's logits over its temperature. The teacher's
+        tail is 1 − Σ_k p, so a tail below 1e-5 needs that field in float64.
+    overlap: log how far student and teacher agree on likely tokens, at the cost of one more pass over the logits. With T the
+        teacher's top-k ids of a token and S the student's k largest logits: teacher_mass = Σ_{v∈T} p_v and student_mass =
+        Σ_{v∈T} q_v over the whole vocabulary, overlap = |T ∩ S| / k. Reads teacher_logsumexp.
     topk_alignment: "token" stores the teacher's distribution of token t at t, "predictor" at t − 1 (NeMo-RL's data).
     teacher_temperature: of the teacher's softmax; None: the loss's `temperature`, which is the student's.
     aggregation, max_length: how tokens are averaged, see `parallel_rl.counts.token_weights`.
-    token_weights: multiply each token by data["token_weights"] [B, S] ≥ 0, where 0 masks, and divide by the number of tokens
-        with a weight ("count") or by the sum of the weights ("sum"), see `parallel_rl.losses.core.token_weights`; None: off.
+    token_weights: multiply each token by data["token_weights"] [B, S] ≥ 0 (0 masks), and divide by the number of tokens with
+        a weight ("count") or by the sum of the weights ("sum"), see `parallel_rl.losses.core.token_weights`; None: off.
     """
 
     kl_type: Literal["forward", "reverse", "mixed"] = "mixed"
@@ -78,7 +77,6 @@ class DistillationLossConfig:
 
     @property
     def forward_weight(self) -> float:
-        """Weight of the forward KL."""
         return {"forward": 1.0, "reverse": 0.0, "mixed": self.mixed_kl_weight}[self.kl_type]
 
 
@@ -89,13 +87,11 @@ class DistillationLossFn(RowLoss[DistillationLossConfig]):
         L = AGG(w·Σ_k p(log p − log q) + (1 − w)·Σ_k q(log q − log p))
 
     `data` holds teacher_topk_logits [B, S, K] and teacher_topk_indices [B, S, K] (whole on every context rank), and with
-    `bucket_tail` teacher_logsumexp [B, S]. One collective of [T, K] floats forward, and one of [T, 4] where the student is
-    normalised over the whole vocabulary; none backward.
+    `bucket_tail` teacher_logsumexp [B, S]. Collectives: [T, K] floats forward, and [T, 4] if the student is normalised over
+    the whole vocabulary; none backward.
 
-    Metrics: loss, num_valid_samples; with `overlap` also teacher_mass and student_mass, the probability that each side gives to
-    the teacher's top-k, and overlap, the part of it that is in the student's own top-k. Call and errors: see `LossFn`; an id
-    outside the vocabulary raises.
-
+    Metrics: loss, num_valid_samples; with `overlap` teacher_mass, student_mass and overlap. Call and errors: see `LossFn`; an
+    id outside the vocabulary raises.
     Papers: arXiv 1503.02531; the options are those of NeMo-RL.
 
     >>> import torch
@@ -153,7 +149,6 @@ class DistillationLossFn(RowLoss[DistillationLossConfig]):
                 )
 
     def value(self, rows: LogitRows) -> Tensor:
-        """The KL of each row."""
         cfg, shard, flat, ids = self.config, rows.shard, rows.logits, rows.field("teacher_topk_indices")
         entropy = None
         if cfg.bucket_tail:
@@ -174,7 +169,7 @@ class DistillationLossFn(RowLoss[DistillationLossConfig]):
         return torch.cat([kl[:, None], self._agreement(rows, teacher).to(kl.dtype)], 1) if cfg.overlap else kl
 
     def _agreement(self, rows: LogitRows, teacher: Tensor) -> Tensor:
-        """[n, 3] the mass that each side gives to the top-k, and the part of them that are among the student's own top-k."""
+        """Return [n, 3]: both sides' mass on the teacher's top-k, and the part that is in the student's own."""
         ids, logits, shard = rows.field("teacher_topk_indices"), rows.logits.detach(), rows.shard
         log_q, _ = column_log_probs(logits, ids, rows.mask, replace(shard, consume_logits=False))
         log_p = teacher - rows.field("teacher_logsumexp").to(teacher.dtype)[:, None]
@@ -185,6 +180,6 @@ class DistillationLossFn(RowLoss[DistillationLossConfig]):
 
 
 def _log_softmax(z: Tensor) -> Tensor:
-    """log softmax over the last dimension; a row of −inf alone stays so, without gradient."""
+    """Compute log softmax over the last dimension; a row of −inf only stays so, without gradient."""
     none = (z == -torch.inf).all(-1, keepdim=True)
     return z.masked_fill(none, 0).log_softmax(-1).masked_fill(none, -torch.inf)

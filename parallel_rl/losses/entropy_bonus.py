@@ -1,4 +1,4 @@
-"""The coefficient of the entropy bonus where it moves over the optimizer's steps: by a schedule, or led to a target."""
+"""Coefficients of the entropy bonus that change over the steps: by a schedule, or towards a target."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from parallel_rl.losses.coefficient import CoefficientScheduleConfig, checked_st
 
 
 class EntropyBonus(Variants):
-    """How the coefficient of an entropy bonus moves: an option of the policy loss, in place of a number."""
+    """Option of the policy loss, in place of a number: how the entropy bonus's coefficient changes."""
 
     @abstractmethod
     def start_coefficient(self) -> EntropyCoefficient:
-        """The coefficient before the first step."""
+        """Return the coefficient before the first step."""
 
 
 class EntropyCoefficient:
-    """The coefficient of the present optimizer step; a number is one that stays.
+    """Coefficient of the current optimizer step, by default constant.
 
     >>> coefficient = EntropyCoefficient.of(AdaptiveEntropyBonus(target=0.5, initial=0.01))
     >>> coefficient.value  # nothing is known of the entropy yet
@@ -35,32 +35,28 @@ class EntropyCoefficient:
 
     @classmethod
     def of(cls, option: float | EntropyBonus) -> EntropyCoefficient:
-        """A coefficient as the option of a loss says."""
+        """Make a coefficient from the option of a loss."""
         return option.start_coefficient() if isinstance(option, EntropyBonus) else cls(option)
 
     def step(self, metrics: Mapping[str, float]) -> None:
-        """Move on by one optimizer step with these reduced metrics, equal on all ranks."""
+        """Advance by one optimizer step with its reduced metrics, equal on all ranks."""
 
     def state_dict(self) -> dict[str, float]:
-        """The numbers that change over the steps, for a checkpoint; empty for a constant."""
+        """Return the numbers that change over the steps, for a checkpoint; empty for a constant."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
-        """Continue from where `state_dict` was taken.
-
-        Raises:
-            ValueError: a state of another kind of coefficient.
-        """
+        """Continue from a `state_dict`; ValueError for the state of another kind of coefficient."""
         if set(state) != set(self.state_dict()):
             raise ValueError(f"the state of this entropy bonus has {sorted(self.state_dict())}, got {dict(state)}")
 
 
 @dataclass(frozen=True)
 class ScheduledEntropyBonus(EntropyBonus, CoefficientScheduleConfig, name="schedule"):
-    """A coefficient that goes on a line from `start` to `peak`, then on a cosine down to `valley`, where it stays.
+    """A coefficient on a line from `start` to `peak`, then on a cosine down to `valley`, where it stays.
 
     peak, valley, start: values. warmup_steps, decay_steps: optimizer steps to the peak and from there to the valley. A
-    coefficient that stays for W steps and then falls has start = peak and warmup_steps W; a line to 0 has peak = valley = 0.
+        constant for W steps that then falls has start = peak and warmup_steps W; a line to 0 has peak = valley = 0.
     """
 
     def __post_init__(self) -> None:
@@ -94,11 +90,11 @@ class _Scheduled(EntropyCoefficient):
 class AdaptiveEntropyBonus(EntropyBonus, name="adaptive"):
     """A coefficient that rises while the policy's entropy is too low, and is applied only then.
 
-    After each optimizer step, from the mean entropy of the step's valid tokens: up by `delta` where it is at most `target`,
-    down otherwise, within [low, high]. The next step applies it if the entropy was at most the target, and 0 otherwise; the
-    first applies 0.
+    After each optimizer step it moves by `delta` within [low, high]: up if the mean entropy of the step's valid tokens is at
+    most `target`, otherwise down. The next step applies it if the entropy was at most the target, otherwise 0; the first step
+    applies 0.
 
-    target: mean entropy of a token, in nats. initial: of the coefficient. delta: a step of it. low, high: its bounds.
+    target: mean entropy of a token, in nats. initial: of the coefficient. delta: its step. low, high: its bounds.
 
     Paper: arXiv 2505.22312 (Skywork-OR1).
     """

@@ -1,4 +1,4 @@
-"""Distillation from a teacher's whole distribution, on vocabulary shards or from the hidden states of both."""
+"""Distillation from a teacher's whole distribution, on vocabulary shards or both models' hidden states."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 def check_temperature(teacher_temperature: float | None) -> None:
-    """Raises ValueError for a temperature of the teacher that is not positive; None is that of the student."""
+    """Raise ValueError for a teacher temperature that is not positive; None is the student's."""
     if teacher_temperature is not None and not teacher_temperature > 0:
         raise ValueError(
             f"teacher_temperature = {teacher_temperature} must be positive, or None for that of the student"
@@ -42,8 +42,8 @@ class FullDistillationLossConfig:
     teacher_temperature: of the teacher's softmax; None: the loss's `temperature`, which is the student's.
     squared_temperature: multiply by the student's temperature², so that gradients do not shrink with it.
     aggregation, max_length: how tokens are averaged, see `parallel_rl.counts.token_weights`.
-    token_weights: multiply each token by data["token_weights"] [B, S] ≥ 0, where 0 masks, and divide by the number of tokens
-        with a weight ("count") or by the sum of the weights ("sum"), see `parallel_rl.losses.core.token_weights`; None: off.
+    token_weights: multiply each token by data["token_weights"] [B, S] ≥ 0 (0 masks), and divide by the number of tokens with
+        a weight ("count") or by the sum of the weights ("sum"), see `parallel_rl.losses.core.token_weights`; None: off.
     """
 
     divergence: Divergence = field(default_factory=ForwardKL)
@@ -64,13 +64,12 @@ class FullDistillationLossFn(RowLoss[FullDistillationLossConfig]):
 
         L = AGG(D(p, q)),    p = softmax(teacher_logits / T_p), q = softmax(logits / T_q)
 
-    `data["teacher_logits"]` is shaped and sharded like the logits, on this rank only: [B, S/cp, V/tp], packed
-    [1, T/cp, V/tp]; the teacher's distribution at a position is of the token that the position predicts. Its padding
-    columns are never read. Two collectives forward, none backward; both sets of logits are read a block of rows at a time.
-    Beside an `LMHeadInput` of the student it may be an `LMHeadInput` too, of any hidden size: logits of neither are ever whole.
+    `data["teacher_logits"]` has the shape and split of the logits, on this rank only: [B, S/cp, V/tp], packed [1, T/cp,
+    V/tp]; a position holds the distribution of the token that it predicts. Padding columns are never read. Two collectives
+    forward, none backward; both logits are read in blocks of rows. With an `LMHeadInput` of the student, the teacher's may be
+    an `LMHeadInput` too, of any hidden size: neither makes whole logits.
 
     Metrics: loss, num_valid_samples. Call and errors: see `LossFn`.
-
     Papers: arXiv 1503.02531; GKD arXiv 2306.13649; MiniLLM arXiv 2306.08543; DistiLLM arXiv 2402.03898.
 
     >>> import torch
@@ -106,7 +105,7 @@ class FullDistillationLossFn(RowLoss[FullDistillationLossConfig]):
             )
 
     def _columns(self, width: int, tensor_group: ProcessGroup | None) -> tuple[int, int] | None:
-        """First id and number of real columns of a shard so wide, whose padding may differ; None if it is no shard."""
+        """Return first id and number of real columns of a shard, whose padding may differ; None if invalid."""
         try:
             shard = self.options.shard(width, tensor_group)
         except ValueError:
@@ -114,7 +113,7 @@ class FullDistillationLossFn(RowLoss[FullDistillationLossConfig]):
         return shard.start, shard.valid
 
     def value(self, rows: LogitRows) -> Tensor:
-        """D(p, q) of each row, times the temperature² where asked for."""
+        """Compute D(p, q) of each row, times temperature² if configured."""
         assert rows.teacher is not None
         cfg, temperature = self.config, rows.shard.temperature
         divergence = divergence_of_shards(

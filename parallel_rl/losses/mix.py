@@ -22,7 +22,7 @@ from parallel_rl.metrics import Metric
 
 @dataclass(frozen=True)
 class MuScheduleConfig:
-    """μ over the steps of the optimizer: up from 0 to `peak` in `warmup_steps`, on a cosine down to `valley` in `decay_steps`.
+    """μ over the optimizer's steps: up from 0 to `peak`, then on a cosine down to `valley`.
 
     μ(s) = s/W·peak for s < W;  valley + (peak − valley)·½·(1 + cos(π·(s − W)/D)) for s < W + D;  then valley
     """
@@ -46,7 +46,7 @@ class MuScheduleConfig:
 
 
 class MuSchedule:
-    """The weight of the expert side, one value an optimizer step; its state is the number of steps made.
+    """Weight of the expert side, one value an optimizer step; its state is the number of steps made.
 
     >>> MuSchedule(MuScheduleConfig(peak=0.8, valley=0.2, warmup_steps=4, decay_steps=10)).at(2)
     0.4
@@ -60,11 +60,10 @@ class MuSchedule:
 
     @property
     def mu(self) -> float:
-        """μ of the present step."""
         return self.at(self.steps)
 
     def at(self, step: int) -> float:
-        """μ of a step, counted from 0."""
+        """Return μ of a step, counted from 0."""
         cfg = self.config
         return scheduled(step, 0.0, cfg.peak, cfg.valley, cfg.warmup_steps, cfg.decay_steps)
 
@@ -73,14 +72,14 @@ class MuSchedule:
         self.steps += 1
 
     def state_dict(self) -> dict[str, int]:
-        """{"steps": the number of optimizer steps made}."""
+        """Return {"steps": the number of optimizer steps made}."""
         return {"steps": self.steps}
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
-        """Continue from where `state_dict` was taken.
+        """Continue from a `state_dict`.
 
         Raises:
-            ValueError: anything but what `state_dict` gives.
+            ValueError: anything else.
         """
         steps: object = state.get("steps")
         if set(state) != {"steps"} or not isinstance(steps, int) or isinstance(steps, bool) or steps < 0:
@@ -92,8 +91,8 @@ class MuSchedule:
 class MixLossConfig:
     """Options of `MixLossFn`.
 
-    mu: the weight of the expert side, a number or a `MuScheduleConfig` (CHORD).
-    policy: options of the loss on the usual rows. supervised: those on the expert rows; CHORD-φ has weighting "phi".
+    mu: weight of the expert side, a number or a `MuScheduleConfig` (CHORD).
+    policy: options of the loss on the usual rows. supervised: of the loss on the expert rows; CHORD-φ has weighting "phi".
     """
 
     mu: float | MuScheduleConfig = 0.1
@@ -111,16 +110,15 @@ class MixLossConfig:
 
 @register_loss("mix")
 class MixLossFn(ComponentsLoss[MixLossConfig]):
-    """A policy loss on the policy's own rows and a supervised one on an expert's, each a mean over its own rows of the step.
+    """Policy loss on the policy's rows and supervised loss on an expert's; this rank's share.
 
         L = (1 − μ)·PolicyLoss(usual rows) + μ·NLL(expert rows)
 
-    `data["expert_mask"]` [B] bool says which rows are an expert's; the fields of the policy loss are not read there, but must
-    hold numbers. Both sides are normalised by their own counts over the whole step, which is what `statistics` brings; a
-    side without a row contributes an exact 0. μ moves with `after_step`, called after each optimizer step.
+    `data["expert_mask"]` [B] bool marks the expert's rows; the policy loss's fields are not read there, but must hold
+    numbers. Each side is divided by its own counts over the whole step (`statistics`); a side without a row contributes an
+    exact 0. μ moves with `after_step`.
 
     Metrics: loss, mu, usual/... of `PolicyLossFn`, expert/... of `NLLLoss`. Call and errors: see `LossFn`.
-
     Papers: Trinity-RFT arXiv 2505.17826 (MIX); CHORD arXiv 2508.11408.
 
     >>> import torch
@@ -148,7 +146,7 @@ class MixLossFn(ComponentsLoss[MixLossConfig]):
 
     @cached_property
     def mu_schedule(self) -> MuSchedule:
-        """The schedule of μ; its state is the loss's."""
+        """Return the schedule of μ; its state is the loss's."""
         return MuSchedule(self.config.schedule)
 
     @property

@@ -24,12 +24,12 @@ class NLLLossConfig:
     """Options of `NLLLoss`.
 
     weighting: of a token by its probability p, see `weighted_nll`: "none" (SFT), "probability" (SFT-IS), "phi" (SFT-phi).
-    cutoff_prob: of phi: tokens likelier than it carry no gradient; 1 is off.
-    aggregation, max_length: how tokens are averaged, see `parallel_rl.counts.token_weights`; each turn (segment_ids [B, S]),
-        prompt (group_ids [B]) or trajectory (run_ids [B]) of the step weighs the same with turn-mean, prompt-mean and
-        trajectory-mean, which need `statistics=` of `count`. Ids are ≥ 0.
-    token_weights: multiply each token by data["token_weights"] [B, S] ≥ 0, where 0 masks, and divide by the number of tokens
-        with a weight ("count") or by the sum of the weights ("sum"), see `parallel_rl.losses.core.token_weights`; None: off.
+    cutoff_prob: of phi: likelier tokens have no gradient; 1 is off.
+    aggregation, max_length: how tokens are averaged, see `parallel_rl.counts.token_weights`. With turn-mean, prompt-mean and
+        trajectory-mean each turn (segment_ids [B, S]), prompt (group_ids [B]) or trajectory (run_ids [B]) of the step weighs
+        the same; they need `statistics=` of `count`, and ids ≥ 0.
+    token_weights: multiply each token by data["token_weights"] [B, S] ≥ 0 (0 masks), and divide by the number of tokens with
+        a weight ("count") or by the sum of the weights ("sum"), see `parallel_rl.losses.core.token_weights`; None: off.
     """
 
     weighting: NLLWeighting = "none"
@@ -50,12 +50,11 @@ class NLLLossConfig:
 
 @register_loss("nll")
 class NLLLoss(LossFn[NLLLossConfig]):
-    """Negative log-likelihood of the valid tokens, plain or weighed by the probability; this rank's share.
+    """Negative log-likelihood of the valid tokens, optionally weighted by probability; this rank's share.
 
         L = −AGG(w(π(y))·log π(y)),    w constant; by default L = −Σ token_mask·log π(y) / N_tok
 
     Metrics: loss, num_unmasked_tokens, num_valid_samples. Call and errors: see `LossFn`.
-
     Papers: arXiv 2508.05629 (SFT-IS), CHORD arXiv 2508.11408 (SFT-phi).
 
     >>> import torch
@@ -72,7 +71,7 @@ class NLLLoss(LossFn[NLLLossConfig]):
     def requirements(self) -> Requirements:
         cfg = self.config
         needs = with_units(Requirements(token_separable=True), cfg.aggregation, cfg.token_weights)
-        # no metric is divided by a count: weights are counted for the denominator alone
+        # only the denominator needs the counts: no metric is divided by them
         return replace(needs, counted=needs.counted and cfg.aggregation in ("token-mean", *UNIT_FIELDS))
 
     def compute(self, batch: TokenBatch) -> tuple[Tensor, Metrics]:

@@ -1,4 +1,4 @@
-"""Off-policy corrections: importance weights, rejection, masking; all without gradient."""
+"""Off-policy corrections without gradient: importance weights, rejection, masking."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from parallel_rl.metrics import Metric
 
 @torch.no_grad()
 def importance_weight(batch: TokenBatch, prev: Tensor, config: ImportanceConfig) -> tuple[Tensor, dict[str, Metric]]:
-    """ω [T_local] after truncation, and its metrics; one that is to be divided by the step's mean is in float64."""
-    # A weight that only float32 cannot hold is large, and is truncated, or divided, as such.
+    """Compute ω [T_local] after truncation, and its metrics; float64 if `normalize` follows."""
+    # float64: a weight beyond float32 is large, and is truncated or divided as such
     log_weight, by_sequence = prev.double() - batch.recorded("generation_logprobs"), config.level.startswith("sequence")
     if by_sequence:
         log_weight = (batch.segment_mean if config.level == "sequence-mean" else batch.segment_sum)(log_weight)
@@ -44,14 +44,14 @@ def importance_weight(batch: TokenBatch, prev: Tensor, config: ImportanceConfig)
 
 
 def representable(weight: Tensor, dtype: torch.dtype) -> Tensor:
-    """The weight in `dtype`, 0 where that cannot hold it."""
+    """Convert a weight to `dtype`, 0 where that cannot hold it."""
     weight = weight.to(dtype)
     return torch.where(weight.isfinite(), weight, 0)
 
 
 @torch.no_grad()
 def passed_rules(batch: TokenBatch, prev: Tensor, config: RejectionConfig) -> dict[str, Tensor]:
-    """[T_local] bool: the tokens that pass each rule, by the rule in words; rules on the whole step read its samples."""
+    """Return the tokens [T_local] that pass each rule, by its words; step-level rules read its samples."""
     passed = _passed_locally(batch, prev, config)
     for name, rule in config.of_step.items():
         if name not in (samples := batch.statistics.samples):
@@ -65,13 +65,13 @@ def passed_rules(batch: TokenBatch, prev: Tensor, config: RejectionConfig) -> di
 
 @torch.no_grad()
 def kept_tokens(batch: TokenBatch, prev: Tensor, config: RejectionConfig) -> Tensor:
-    """[T_local] bool: valid tokens that pass every rule but those on the whole step."""
+    """Return [T_local] bool: valid tokens that pass every rule except the step-level ones."""
     return reduce(and_, _passed_locally(batch, prev, config).values(), batch.mask)
 
 
 @torch.no_grad()
 def rejection_samples(batch: TokenBatch, prev: Tensor, config: RejectionConfig) -> dict[str, Tensor]:
-    """[T_local] each: what the rules that look at the whole step need of every token, and whether the others keep it."""
+    """Collect inputs of the step-level rules, [T_local] each, and whether the other rules keep each token."""
     samples = {name: _of_step(batch, prev, rule) for name, rule in config.of_step.items()}
     if samples and config.denominator == "kept":
         samples["rejection_rest"] = torch.where(batch.mask, kept_tokens(batch, prev, config).double(), torch.nan)
@@ -79,7 +79,7 @@ def rejection_samples(batch: TokenBatch, prev: Tensor, config: RejectionConfig) 
 
 
 def kept_of_step(samples: Mapping[str, Tensor], config: RejectionConfig) -> Tensor:
-    """Number of the step's tokens that pass every rule, from its samples; 0-dim."""
+    """Count the step's tokens that pass every rule, from its samples; 0-dim."""
     kept = samples["rejection_rest"] == 1
     for name, rule in config.of_step.items():
         values = samples[name]
@@ -92,7 +92,7 @@ def _passed_locally(batch: TokenBatch, prev: Tensor, config: RejectionConfig) ->
 
 
 def _passes(batch: TokenBatch, prev: Tensor, rule: RejectionRule, level: PoolLevel) -> Tensor:
-    # As they were recorded: `count` must find the very tokens that the loss does, whatever the dtype of the logits.
+    # as recorded: `count` must keep the same tokens as the loss, for any dtype of the logits
     logprobs, generation = prev.double(), batch.recorded("generation_logprobs")
     statistic = batch.pooled(mismatch(logprobs, generation, rule.statistic), level)
     low, high = rule.bounds
@@ -106,7 +106,7 @@ def _passes(batch: TokenBatch, prev: Tensor, rule: RejectionRule, level: PoolLev
 
 
 def _of_step(batch: TokenBatch, prev: Tensor, rule: RejectionRule) -> Tensor:
-    """[T_local] the statistic of the tokens that the rule may reject, NaN of all others."""
+    """Return [T_local] the statistic of tokens that the rule may reject, NaN of all others."""
     logprobs, generation = prev.double(), batch.recorded("generation_logprobs")
     concerned = batch.mask
     if rule.signed:
@@ -117,17 +117,17 @@ def _of_step(batch: TokenBatch, prev: Tensor, rule: RejectionRule) -> Tensor:
 
 @torch.no_grad()
 def off_policy_keep(batch: TokenBatch, log_ratio: Tensor, config: OffPolicyMaskConfig) -> Tensor:
-    """[T_local] bool: false where A < 0 in a sequence that has drifted by more than delta.
+    """Return [T_local] bool: false where A < 0 in a sequence that has drifted by more than delta.
 
     Args:
-        log_ratio: [T_local] l − l_prev of each token, clamped where that of the surrogate is.
+        log_ratio: [T_local] l − l_prev of each token, clamped like the surrogate's.
     """
     drift = -log_ratio if config.behaviour == "prev" else batch["generation_logprobs"] - batch.logprobs
     return ~((batch["advantages"] < 0) & (batch.expand(batch.segment_mean(drift)) > config.delta))
 
 
 def entropy_threshold(samples: Tensor, fraction: float) -> Tensor:
-    """The (1 − fraction) quantile of the step's entropies, linear between the two nearest; NaN samples do not count."""
+    """Return the (1 − fraction) quantile of the step's entropies, interpolated; NaN does not count."""
     if not samples.numel():  # a step without a row
         return samples.new_tensor(torch.nan)
     ordered = samples.sort().values  # NaN last

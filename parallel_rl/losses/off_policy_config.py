@@ -14,12 +14,12 @@ RatioLevel = Literal["token", "turn-mean", "turn-sum", "sequence-mean", "sequenc
 
 @dataclass(frozen=True)
 class ImportanceConfig:
-    """Importance weight ω = π_prev/π_generation, a constant factor of the surrogate, against a mismatch of trainer and sampler.
+    """Importance weight ω = π_prev/π_generation, a constant factor that corrects the sampler's mismatch.
 
-    level: one weight per token, turn or sequence; of a turn or sequence the geometric mean or the product.
-    mode: "none" leaves it; "tis" clamps it into [low, high]; "icepop" sets it to 0 outside; "seq-mask-tis" keeps the token
-        weights of sequences whose geometric mean lies within, and sets the others to 0. Denominators stay.
-    normalize: divide by its mean over the step (after the truncation).
+    level: one weight per token, turn or sequence; for a turn or sequence the geometric mean or the product.
+    mode: "none": unchanged; "tis": clamp to [low, high]; "icepop": 0 outside; "seq-mask-tis": keep the token weights of
+        sequences whose geometric mean lies within, 0 for the others. Denominators stay.
+    normalize: divide by its mean over the step, after the truncation.
     """
 
     level: RatioLevel = "token"
@@ -40,15 +40,15 @@ class ImportanceConfig:
 
 @dataclass(frozen=True)
 class RejectionRule:
-    """Drop tokens, turns or sequences whose mismatch of trainer and sampler lies outside [low, high].
+    """Drop tokens, turns or sequences whose trainer-sampler mismatch lies outside [low, high].
 
     statistic: "k1" with bounds on the ratio π_prev/π_generation; with `high` alone "k2" = a²/2 and "k3" = e^a − 1 − a of its
         logarithm a, "tv" = |π_prev − π_generation|, and "binary_kl" = KL(π_generation ‖ π_prev) of "this token or another".
-    level: of each token, or the sum, mean or largest over its turn or whole sequence; "step": tokens with the largest values
-        are dropped until the mean over the rest of the step is at most `high`. M2PO (arXiv 2510.01161) is "k2" at this level,
-        its threshold is 2·high; equal values are dropped together, and if all are too large, all of them.
-    signed: drop only what A would drive further out: above the bounds with A > 0, below them with A < 0, the side being that
-        of π_prev/π_generation at the same level.
+    level: per token, or the sum, mean or maximum over its turn or sequence. "step" drops the tokens with the largest values
+        until the mean over the rest of the step is at most `high`: M2PO (arXiv 2510.01161) is "k2" at this level with
+        threshold 2·high; equal values are dropped together, and all tokens if all are too large.
+    signed: drop only what A would drive further out: above the bounds with A > 0, below them with A < 0; the side is that of
+        π_prev/π_generation at the same level.
     """
 
     statistic: MismatchStatistic
@@ -59,14 +59,14 @@ class RejectionRule:
 
     @property
     def bounds(self) -> tuple[float, float]:
-        """Bounds of the statistic; for k1 of its logarithm."""
+        """Return the bounds of the statistic; for k1 of its logarithm."""
         if self.statistic != "k1":
             return self.low, self.high
         return -math.inf if self.low == 0 else math.log(self.low), math.log(self.high)
 
     @property
     def words(self) -> str:
-        """The rule in words, such as "k1 in [0.5, 2], turn-max"."""
+        """Return the rule in words, such as "k1 in [0.5, 2], turn-max"."""
         bounds = f"in [{self.low:g}, {self.high:g}]" if self.statistic == "k1" else f"at most {self.high:g}"
         return f"{self.statistic} {bounds}, {self.level}{', signed' if self.signed else ''}"
 
@@ -91,9 +91,10 @@ class RejectionRule:
 
 @dataclass(frozen=True)
 class RejectionConfig:
-    """Rejection of tokens, turns and sequences: a rejected one carries no surrogate, no KL and no entropy bonus.
+    """Rejection: rejected tokens, turns and sequences have no surrogate, KL or entropy bonus.
 
-    rules: a token must pass all of them. denominator: counts of all valid tokens and sequences ("original"), or of those kept.
+    rules: a token must pass all of them. denominator: counts of all valid tokens and sequences ("original"), or of those
+        kept.
     """
 
     rules: tuple[RejectionRule, ...]
@@ -101,12 +102,12 @@ class RejectionConfig:
 
     @property
     def of_step(self) -> dict[str, RejectionRule]:
-        """The rules that look at the whole step, by the names of their samples."""
+        """Return the rules on the whole step, by the names of their samples."""
         return {f"rejection_{index}": rule for index, rule in enumerate(self.rules) if rule.level == "step"}
 
     @property
     def by_token(self) -> bool:
-        """Whether a token's fate depends on no other token of its turn or sequence."""
+        """Return whether a token is rejected independently of the others in its turn and sequence."""
         return all(rule.level in ("token", "step") for rule in self.rules)
 
     def __post_init__(self) -> None:
@@ -116,7 +117,7 @@ class RejectionConfig:
 
 @dataclass(frozen=True)
 class OffPolicyMaskConfig:
-    """Mask drifted sequences: tokens with A < 0 carry no surrogate if the sequence's mean of l_behaviour − l exceeds delta.
+    """Mask of drifted sequences: no surrogate if A < 0 and the sequence's mean of l_behaviour − l > delta.
 
     Paper: arXiv 2512.02556 (DeepSeek-V3.2).
     """

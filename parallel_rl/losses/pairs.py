@@ -1,4 +1,4 @@
-"""Losses on (even, odd) pairs of rows: sums over responses, the mean over pairs, a preference and the chosen's likelihood."""
+"""Losses on (even, odd) pairs of rows: a preference and the chosen response's likelihood."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from parallel_rl.metrics import Metric, Metrics
 
 
 class PairTerms(NamedTuple):
-    """Shares of the preference and of the chosen responses' NLL, their weights (0: not in the loss), and the pairs' rewards.
+    """Shares of the preference and of the chosen NLL, their weights (0: not in the loss), and the rewards.
 
     Attributes:
-        overflow: [T_local] bool, the tokens that the rewards leave out; None for a loss without a reference.
+        overflow: [T_local] bool, the tokens that the rewards leave out; None without a reference.
     """
 
     preference: Tensor
@@ -32,11 +32,11 @@ class PairTerms(NamedTuple):
 
 
 class PreferenceWithNLL(LossFn[ConfigT]):
-    """Base of losses that are a preference of pairs and an NLL of the chosen responses."""
+    """Base of losses with a preference of pairs and an NLL of the chosen responses."""
 
     @abstractmethod
     def terms(self, batch: TokenBatch) -> PairTerms:
-        """The two terms."""
+        """Compute the two terms."""
 
     def compute(self, batch: TokenBatch) -> tuple[Tensor, Metrics]:
         terms = self.terms(batch)
@@ -54,26 +54,26 @@ class PreferenceWithNLL(LossFn[ConfigT]):
 
 
 def response_sum(batch: TokenBatch, x: Tensor, average: bool = False) -> Tensor:
-    """[T_local] to [B] float64: sums over the responses' valid tokens, or means.
+    """Sum [T_local] over the responses' valid tokens to [B], or average; in float64.
 
-    In float32 a sum of ten thousand log-probs would lose what sets a chosen response apart from a rejected one.
+    A float32 sum of ten thousand log-probs would lose the difference between chosen and rejected.
     """
     return (batch.segment_mean if average else batch.segment_sum)(x.to(torch.float64))
 
 
 def pair_mask(batch: TokenBatch) -> Tensor:
-    """[B/2] bool: a pair counts where both of its rows do."""
+    """Return [B/2] bool: pairs whose rows are both valid."""
     return batch.sequence_mask[::2] & batch.sequence_mask[1::2]
 
 
 def pair_mean(batch: TokenBatch, per_pair: Tensor) -> Tensor:
-    """Share of Σ_pairs x / (N_seq / 2), in the dtype of the model's mathematics."""
+    """Return this rank's share of Σ_pairs x / (N_seq / 2), in the dtype of the mathematics."""
     share = batch.sequence_sum(per_pair, pair_mask(batch), batch.counts.seqs / 2)
     return share.to(batch.output.dtype)
 
 
 def pair_metrics(batch: TokenBatch, chosen: Tensor, rejected: Tensor) -> dict[str, Metric]:
-    """accuracy (ties count as wrong), mean rewards and the number of pairs, from two rewards [B/2]."""
+    """Measure accuracy (ties are wrong), mean rewards and the number of pairs, from rewards [B/2]."""
     mask, count = pair_mask(batch), batch.counts.seqs / 2
     samples = count_true(batch, batch.sequence_mask)
     return {
@@ -85,7 +85,7 @@ def pair_metrics(batch: TokenBatch, chosen: Tensor, rejected: Tensor) -> dict[st
 
 
 def chosen_nll(batch: TokenBatch, average: bool) -> Tensor:
-    """Share of the mean over pairs of the chosen response's NLL: its sum over tokens, or its mean."""
+    """Average the chosen response's NLL, a sum over tokens or a mean, over pairs: this rank's share."""
     mode: Aggregation = "seq-mean-token-mean" if average else "seq-mean-token-sum"
     weights = token_weights(mode, batch.tokens_per_sequence, batch.counts)
     chosen = torch.arange(weights.numel(), device=weights.device) % 2 == 0

@@ -1,4 +1,4 @@
-"""The policy loss: ratio × surrogate × importance weight × masks, aggregated, plus KL, entropy and NLL; all by options."""
+"""Policy loss: ratio × surrogate × importance weight × masks, aggregated, plus KL, entropy and NLL."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ from parallel_rl.statistics import Statistics
 
 
 class PolicyLoss(LossFn[ConfigT]):
-    """Base of the losses that a `PolicyLossConfig` describes: their requirements, statistics and shares."""
+    """Base of losses described by a `PolicyLossConfig`: requirements, statistics and shares."""
 
     @property
     @abstractmethod
     def policy(self) -> PolicyLossConfig:
-        """The options in the terms of the algebra."""
+        """Return the options as a `PolicyLossConfig`."""
 
     @property
     def on_policy(self) -> bool:
@@ -65,19 +65,19 @@ class PolicyLoss(LossFn[ConfigT]):
             entropy=True,
             entropy_measured=not cfg.entropy_bonus and cfg.entropy_filter is None,
             entropy_gradient=bool(cfg.entropy_bonus),
-            # the reference that a KL is taken to is not truncated
+            # a KL's reference is not truncated
             untruncated=bool(self.options.truncation) and cfg.reads_reference,
             truncatable=True,
             token_separable=cfg.token_separable,
             weighs_sequences=cfg.weighs_sequences,
         )
         needs = with_units(needs, cfg.aggregation, cfg.token_weights)
-        # the units of what a rejection keeps are counted by `count_survivors`
+        # `count_survivors` counts the units that a rejection keeps
         return replace(needs, units=None) if cfg.counts_kept else needs
 
     @cached_property
     def entropy_bonus(self) -> EntropyCoefficient:
-        """The coefficient of the entropy bonus, which may move over the steps; its state is the loss's."""
+        """Return the entropy bonus's coefficient, which may change over the steps; its state is the loss's."""
         return EntropyCoefficient.of(self.policy.entropy_bonus)
 
     def after_step(self, metrics: Mapping[str, float]) -> None:
@@ -90,7 +90,7 @@ class PolicyLoss(LossFn[ConfigT]):
         self.entropy_bonus.load_state_dict(state)
 
     def _token_fields(self) -> dict[str, bool]:
-        """Names of the fields [B, S], and whether each is read."""
+        """Return the names of the fields [B, S], and whether each is read."""
         cfg = self.policy
         return {
             "advantages": True,
@@ -101,7 +101,7 @@ class PolicyLoss(LossFn[ConfigT]):
 
     @property
     def _recorded(self) -> bool:
-        """Whether recorded log-probs determine what a correction keeps: not if the current policy is prev, or drops tokens."""
+        """Return whether recorded log-probs alone decide what corrections keep: not on policy or truncated."""
         return not (self.policy.on_policy or self.options.truncation)
 
     def count_from(self, batch: TokenBatch) -> Statistics:
@@ -127,7 +127,7 @@ class PolicyLoss(LossFn[ConfigT]):
         return survivors | Statistics({}, owned)
 
     def shares(self, batch: TokenBatch) -> PolicyShares:
-        """The share of everything that the options ask for."""
+        """Compute the shares of all terms in the options."""
         cfg, terms = self.policy, self._terms(batch)
         kept, rules, metrics = self._kept(batch)
         masked = self._masked(batch, cfg.surrogate(terms), terms, kept)
@@ -200,7 +200,7 @@ class PolicyLoss(LossFn[ConfigT]):
         )
 
     def _kept(self, batch: TokenBatch) -> tuple[Tensor, dict[str, Tensor], dict[str, Metric]]:
-        """[T_local] bool: the tokens that no rejection takes away, those that pass each of its rules, and the metric."""
+        """Return [T_local] bool: tokens that no rejection removes; those that pass each rule; the metric."""
         if self.policy.rejection is None:
             return batch.mask, {}, {}
         rules = passed_rules(batch, self._prev_recorded(batch), self.policy.rejection)
@@ -208,7 +208,7 @@ class PolicyLoss(LossFn[ConfigT]):
         return kept, rules, {"rejected_fraction": batch.token_mean(~kept)}
 
     def _masked(self, batch: TokenBatch, surrogate: Tensor, terms: PolicyTerms, kept: Tensor) -> MaskedSurrogate:
-        """The surrogate after weights and masks beyond `kept`, which the caller applies."""
+        """Apply weights and masks other than `kept` to the surrogate; the caller applies `kept`."""
         cfg, omega = self.policy, None
         metrics: dict[str, Metric] = {}
         passed: dict[str, Tensor] = {}
@@ -233,7 +233,7 @@ class PolicyLoss(LossFn[ConfigT]):
         return MaskedSurrogate(surrogate, metrics, passed, omega, overflow)
 
     def _kl(self, batch: TokenBatch, terms: PolicyTerms) -> tuple[Tensor, Tensor | None]:
-        """[T_local] the estimate of the KL, and bool: where there is none."""
+        """Estimate the KL [T_local], and mark (bool) where it overflows."""
         kl = self.policy.kl
         assert kl is not None
         output = batch.output
@@ -259,18 +259,16 @@ class PolicyLoss(LossFn[ConfigT]):
 
 @register_loss("policy")
 class PolicyLossFn(PolicyLoss[PolicyLossConfig]):
-    """The policy-gradient loss of every recipe; this rank's share.
+    """Policy gradient of every recipe; this rank's share.
 
         L = AGG(ω·x(ρ, A, l)·1[kept]) + β·AGG(kl) − c·AGG(entropy) + μ·NLL(reward > 0)
 
-    x is the surrogate, ρ = π/π_prev at the level of the options, ω = π_prev/π_generation (constant). `data` holds advantages
-    beside the common fields and, where the options call for them, prev_logprobs, generation_logprobs,
-    reference_policy_logprobs, all [B, S] float and token-aligned, rewards [B] and sample_ids [B]. Options that look at the
-    whole step (entropy_filter, clip_cov, kl_cov, ...) make the loss need `statistics`, see `Statistics`.
+    x is the surrogate, ρ = π/π_prev at the level of the options, ω = π_prev/π_generation (constant). `data` holds the common
+    fields and advantages; depending on the options prev_logprobs, generation_logprobs and reference_policy_logprobs, all [B,
+    S] float and token-aligned, rewards [B] and sample_ids [B]. Options on the whole step (entropy_filter, clip_cov, kl_cov,
+    ...) need `statistics`, see `Statistics`.
 
-    Metrics: the parts of the loss, the entropy, what the clip, the rejection and the masks do, and, where the data has
-    generation_logprobs, how far trainer and sampler are apart; `parallel_rl.losses.policy_metrics.DESCRIPTIONS` says what each
-    is.
+    Metrics: see `parallel_rl.losses.policy_metrics.DESCRIPTIONS`; those of trainer against sampler need generation_logprobs.
 
     Raises:
         ValueError: see `LossFn` and `PolicyLossConfig`.

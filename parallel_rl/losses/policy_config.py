@@ -1,4 +1,4 @@
-"""Options of the policy loss: each axis of the algebra is one key."""
+"""Options of the policy loss, one key for each axis of the algebra."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from parallel_rl.functional.surrogates import PPO
 from parallel_rl.losses.entropy_bonus import EntropyBonus
 from parallel_rl.losses.off_policy_config import ImportanceConfig, OffPolicyMaskConfig, RatioLevel, RejectionConfig
 
-#: surrogates with a module of their own; a config names them like those of `functional.surrogates`
+#: surrogates in other modules; a config names them like those of `functional.surrogates`
 MORE_SURROGATES = (ClipCov, DPPO, KLCov, REC)
 
 
@@ -30,14 +30,14 @@ def check_clamps(config: object, *names: str) -> None:
 
 @dataclass(frozen=True)
 class KLConfig:
-    """A KL penalty in the loss, aggregated as the surrogate is; the table in `parallel_rl.functional.kl` says which gradient.
+    """KL penalty in the loss, aggregated like the surrogate; gradients: see `parallel_rl.functional.kl`.
 
     coefficient: β. estimator: k1, k2, k3, abs, or low_var_kl (k3 with verl's clamps).
-    gradient: "plain" autograd; "score-function" weighs by exp(l − sg l), "generation" by π/π_generation, "old" by π/π_prev,
-        "ratio" by the surrogate's ratio at its level (TRL), all with gradient; "straight-through" has the value of the
-        estimator and the gradient of k2.
+    gradient: "plain" autograd; multiplied by a differentiable weight, "score-function" exp(l − sg l), "generation"
+        π/π_generation, "old" π/π_prev, or "ratio" the surrogate's ratio at its level (TRL); "straight-through": the
+        estimator's value, k2's gradient.
     weight_clamp: upper bound on the weight of "old" (corrected k3 of DeepSeek-V3.2 in Trinity-RFT: 2).
-    against: the reference policy, or the one that the step began with (`prev`).
+    against: the reference policy, or the policy at the start of the step (`prev`).
     input_clamp, output_clamp: bounds on |d| and on the estimate; None is off.
     """
 
@@ -75,20 +75,20 @@ class PolicyLossConfig:
     """Options of `PolicyLossFn`.
 
     surrogate: one of `parallel_rl.functional.surrogates` by its name, with that class's options.
-    aggregation, max_length: how tokens are averaged, see `parallel_rl.counts.token_weights`; each turn (segment_ids [B, S]),
-        prompt (group_ids [B]) or trajectory (run_ids [B]) of the step weighs the same with turn-mean, prompt-mean and
-        trajectory-mean, which need `statistics=` of `count`. Ids are ≥ 0.
-    token_weights: multiply each token by data["token_weights"] [B, S] ≥ 0, where 0 masks, and divide by the number of tokens
-        with a weight ("count") or by the sum of the weights ("sum"), see `parallel_rl.losses.core.token_weights`; None: off.
-    ratio_level: of a token, or of its turn or sequence: geometric mean (GSPO) or product. A turn is a run of one id among the
-        valid tokens of a sequence, in the field segment_ids [B, S]: integers ≥ 0 that do not decrease.
-    ratio_gradient: "full" through the sequence's mean; "token" is GSPO-token: its value, each token's own gradient.
+    aggregation, max_length: how tokens are averaged, see `parallel_rl.counts.token_weights`. With turn-mean, prompt-mean and
+        trajectory-mean each turn (segment_ids [B, S]), prompt (group_ids [B]) or trajectory (run_ids [B]) of the step weighs
+        the same; they need `statistics=` of `count`, and ids ≥ 0.
+    token_weights: multiply each token by data["token_weights"] [B, S] ≥ 0 (0 masks), and divide by the number of tokens with
+        a weight ("count") or by the sum of the weights ("sum"), see `parallel_rl.losses.core.token_weights`; None: off.
+    ratio_level: of a token, or the geometric mean (GSPO) or product over its turn or sequence. A turn is a run of one id
+        among the valid tokens of a sequence, in the field segment_ids [B, S]: integers ≥ 0 that do not decrease.
+    ratio_gradient: "full" through the sequence's mean; "token" (GSPO-token): the same value, but each token's own gradient.
     on_policy: ρ = exp(l − sg l); prev_logprobs is not read.
     log_ratio_clamp: bound on |l − l_prev| of each token, gradient 0 beyond; None is off.
     importance, rejection, off_policy_mask, kl: see their classes; None is off.
-    entropy_filter: only this fraction of the step's tokens, those of highest entropy, carries the surrogate; denominators stay
-        (arXiv 2506.01939).
-    entropy_bonus: c in − c·AGG(entropy), with gradient: a number, or one that moves, {name: schedule} or {name: adaptive}.
+    entropy_filter: fraction of the step's tokens, those of highest entropy, that keep the surrogate; denominators stay (arXiv
+        2506.01939).
+    entropy_bonus: c in − c·AGG(entropy), with gradient: a number, or {name: schedule} or {name: adaptive}.
     positive_nll_weight: μ of VAPO's NLL on sequences with rewards > 0, a mean over their tokens (arXiv 2504.05118).
     """
 
@@ -110,7 +110,6 @@ class PolicyLossConfig:
 
     @property
     def reads_prev(self) -> bool:
-        """Whether prev_logprobs matters."""
         if self.on_policy:
             return False
         mask, kl = self.off_policy_mask, self.kl
@@ -124,7 +123,6 @@ class PolicyLossConfig:
 
     @property
     def reads_generation(self) -> bool:
-        """Whether generation_logprobs matters."""
         mask, kl = self.off_policy_mask, self.kl
         return (
             self.importance is not None
@@ -135,48 +133,46 @@ class PolicyLossConfig:
 
     @property
     def reads_reference(self) -> bool:
-        """Whether reference_policy_logprobs matters."""
         return self.kl is not None and self.kl.against == "reference"
 
     @property
     def reads_turns(self) -> bool:
-        """Whether segment_ids matters."""
         rules = () if self.rejection is None else self.rejection.rules
         levels = [self.ratio_level, *(part.level for part in (self.importance, *rules) if part is not None)]
         return any(level.startswith("turn") for level in levels)
 
     @property
     def collects(self) -> bool:
-        """Whether it looks at the present policy on the whole step."""
+        """Return whether the loss needs the current policy on the whole step."""
         return self.surrogate.needs_statistics or self.entropy_filter is not None
 
     @property
     def counts_kept(self) -> bool:
-        """Whether the denominators are of what the rejection keeps of the whole step."""
+        """Return whether the denominators count what the rejection keeps of the whole step."""
         return self.rejection is not None and self.rejection.denominator == "kept"
 
     @property
     def counts_survivors(self) -> bool:
-        """Whether corrections look at the whole step, or a denominator is what they leave of it."""
+        """Return whether corrections need the whole step, or a denominator counts what they leave of it."""
         return (self.importance is not None and self.importance.normalize) or (
             self.rejection is not None and (self.counts_kept or bool(self.rejection.of_step))
         )
 
     @property
     def token_separable(self) -> bool:
-        """Whether a token's term depends on the present log-probs of no other token."""
+        """Return whether a token's term depends on the current log-probs of no other token."""
         if self.ratio_level != "token" or self.off_policy_mask is not None or not self.surrogate.token_separable:
             return False
         if not self.on_policy:
             return True
-        # prev is the present policy, so what looks at whole sequences of it does not separate
+        # prev is the current policy, so rules on its whole sequences do not separate
         weight, rejection = self.importance, self.rejection
         by_token = weight is None or (weight.level == "token" and weight.mode != "seq-mask-tis")
         return by_token and (rejection is None or (rejection.denominator == "original" and rejection.by_token))
 
     @property
     def weighs_sequences(self) -> bool:
-        """Whether a token's term depends on which other tokens of its sequence are valid."""
+        """Return whether a token's term depends on which other tokens of its sequence are valid."""
         weight, rejection = self.importance, self.rejection
         by_token = weight is None or (weight.level == "token" and weight.mode != "seq-mask-tis")
         kept_by_token = rejection is None or rejection.by_token

@@ -1,4 +1,4 @@
-"""Metrics of the policy losses beside their value: what the clip does, and how far trainer and sampler are apart."""
+"""Metrics of the policy losses: effects of the clip, and the distance of trainer and sampler."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from parallel_rl.functional.ratio import MAX_EXPONENT, safe_exp
 from parallel_rl.functional.surrogate import Clipped
 from parallel_rl.metrics import Metric
 
-_WEIGHT, _SQUARE = "ω", "ω²"  # of which the effective sample size is made
-# ω beyond these bounds counts as off policy; verl's default threshold and its inverse
+_WEIGHT, _SQUARE = "ω", "ω²"  # parts of the effective sample size
+# ω beyond these bounds counts as off policy: verl's default threshold and its inverse
 FAR = 2.0
 
-#: what each metric of the policy losses is; ω = π_prev/π_generation of a token, a = log ω, means are over valid tokens
+#: meaning of each policy metric; ω = π_prev/π_generation of a token, a = log ω, means are over valid tokens
 DESCRIPTIONS: Mapping[str, str] = {
     "loss": "the whole loss",
     "policy_loss": "its surrogate's part",
@@ -56,7 +56,7 @@ DESCRIPTIONS: Mapping[str, str] = {
 
 
 def clip_fractions(clipped: Clipped | None) -> dict[str, Tensor]:
-    """[T_local] of each share of tokens that a clip concerns; none for a surrogate without one."""
+    """Return [T_local] of each share of tokens that a clip concerns; empty for a surrogate without one."""
     if clipped is None:
         return {}
     shares = {"clip_fraction_low": clipped.low, "clip_fraction_high": clipped.high, "pg_clipfrac": clipped.bites}
@@ -64,7 +64,7 @@ def clip_fractions(clipped: Clipped | None) -> dict[str, Tensor]:
 
 
 def divergences(prev: Tensor, generation: Tensor, kind: KLType = "k3") -> dict[str, Tensor]:
-    """[T_local] of distances between trainer and sampler under NeMo-RL's names; `kind` is of both KL estimates."""
+    """Measure trainer-sampler distances [T_local] by NeMo-RL's names; `kind` is of both KL estimates."""
     return {
         "token_mult_prob_error": safe_exp((generation - prev).abs()),
         "gen_kl_error": kl_estimate(generation, prev, kind, input_clamp=MAX_EXPONENT),
@@ -73,8 +73,8 @@ def divergences(prev: Tensor, generation: Tensor, kind: KLType = "k3") -> dict[s
 
 
 def mismatch_values(prev: Tensor, generation: Tensor) -> dict[str, Tensor]:
-    """[T_local] of which `mismatch_metrics` takes the means; their number is small, each operator is a launch on a card."""
-    generation = torch.where(generation == -torch.inf, prev, generation)  # of a token that the sampler did not keep
+    """Compute the [T_local] values that `mismatch_metrics` averages; few, as each operator is a launch."""
+    generation = torch.where(generation == -torch.inf, prev, generation)  # the sampler did not keep the token
     log_weight = mismatch(prev, generation, "k1")
     weight = log_weight.exp()
     square = weight * weight
@@ -92,7 +92,7 @@ def mismatch_values(prev: Tensor, generation: Tensor) -> dict[str, Tensor]:
 
 
 def mismatch_metrics(means: Mapping[str, Metric]) -> dict[str, Metric]:
-    """The metrics of trainer against sampler that follow from means of `mismatch_values`, and the other means."""
+    """Derive the trainer-sampler metrics from the means of `mismatch_values`, and keep the other means."""
     metrics = {name: metric for name, metric in means.items() if name not in (_WEIGHT, _SQUARE)}
     trainer, sampler = means["training_log_ppl"].value, means["rollout_log_ppl"].value
     metrics["log_ppl_diff"] = Metric("share", trainer - sampler, per=means["rollout_log_ppl"].per)

@@ -15,11 +15,11 @@ if TYPE_CHECKING:
 
 
 class MaskedSurrogate(NamedTuple):
-    """The surrogate after weights and masks, the metrics of both, and the two themselves.
+    """Surrogate after weights and masks, with both and their metrics.
 
     Attributes:
-        passed: reason → [T_local] bool, the tokens whose surrogate it leaves.
-        importance: [T_local] ω, where the loss weighs by one.
+        passed: reason → [T_local] bool, the tokens that keep their surrogate.
+        importance: [T_local] ω, if the loss has an importance weight.
         overflow: [T_local] bool, the tokens whose ratio to the recorded policy overflows.
     """
 
@@ -32,11 +32,11 @@ class MaskedSurrogate(NamedTuple):
 
 @dataclass(frozen=True)
 class PolicyShares:
-    """The share of the loss, its metrics, what the surrogate saw, and the parts, masks and numbers of tokens in it.
+    """Share of the loss, its metrics, the surrogate's inputs, and parts, masks and token values.
 
     Attributes:
         parts: shares with their coefficients; their sum is the loss.
-        passed: see `MaskedSurrogate`, the rejection among them.
+        passed: see `MaskedSurrogate`, including the rejection.
         values: [T_local] numbers of the tokens.
     """
 
@@ -48,7 +48,7 @@ class PolicyShares:
     values: dict[str, Tensor]
 
     def account(self, mask: Tensor, clipped: Clipped | None, *, has_ratio: bool) -> Account:
-        """The share taken apart; `clipped` by the surrogate, whose ratio says something or does not."""
+        """Split the share; `clipped` is the surrogate's, `has_ratio` whether its ratio has a meaning."""
         held = {reason: mask & ~passed for reason, passed in self.passed.items()}
         if "importance" in self.values:
             held["importance_weight_0"] = mask & (self.values["importance"] == 0)

@@ -43,10 +43,9 @@ _SMOOTHED: dict[str, Callable[[Tensor, Tensor, float, float], Tensor]] = {
 class DPOLossConfig:
     """Options of `DPOLossFn`.
 
-    kind: what is made of a pair's log-ratios, see `parallel_rl.functional.preference`: "sigmoid" (DPO; with label_smoothing
+    kind: the function of a pair's log-ratios, see `parallel_rl.functional.preference`: "sigmoid" (DPO; with label_smoothing
         cDPO), "robust", "ipo", "hinge", "exo", "nca", "bco", "sppo-hard", "apo-zero", "apo-down" or "discopop".
-    label_smoothing: ε, the share of labels taken to be wrong, in [0, 0.5), for the kinds sigmoid, robust and exo (which
-        needs one).
+    label_smoothing: ε, the fraction of labels taken to be wrong, in [0, 0.5), for sigmoid, robust and exo (which needs it).
     length_desensitization: α of LD-DPO, the weight of tokens beyond the shorter response's length, in policy and reference.
     reference_policy_kl_penalty: β. preference_loss_weight, sft_loss_weight: weights of the two terms.
     preference_average_log_probs, sft_average_log_probs: means over a response's tokens instead of sums. The authors of IPO
@@ -88,7 +87,7 @@ class DPOLossConfig:
 
 
 def check_smoothing(label_smoothing: float) -> None:
-    """Raises ValueError unless 0 ≤ ε < 0.5: at one half a label says nothing."""
+    """Raise ValueError unless 0 ≤ ε < 0.5."""
     if not 0 <= label_smoothing < 0.5:
         raise ValueError(f"label_smoothing = {label_smoothing} must lie in [0, 0.5)")
 
@@ -99,15 +98,14 @@ class DPOLossFn(PreferenceWithNLL[DPOLossConfig]):
 
         L = Σ_pairs [w_p·f(D_chosen, D_rejected) + w_s·NLL_chosen] / (N_seq / 2),    D = Σ_t log π − log π_ref
 
-    with f = −log σ(β·(D_chosen − D_rejected)) unless `kind` says otherwise. Rows are pairs: chosen even, rejected odd;
-    sums over a response run in float64. `data` holds reference_policy_logprobs [B, S] beside the common fields.
+    with f = −log σ(β·(D_chosen − D_rejected)) unless `kind` says otherwise. Rows are pairs: chosen even, rejected odd; sums
+    over a response run in float64. `data` holds reference_policy_logprobs [B, S] and the common fields.
 
     Metrics: loss, preference_loss, sft_loss, accuracy, rewards_chosen_mean, rewards_rejected_mean (without β),
-    num_valid_samples (pairs), overflow_tokens (with an infinite log-ratio: not in D). Call and errors: see `LossFn`; an odd
+    num_valid_samples (pairs), overflow_tokens (infinite log-ratio, left out of D). Call and errors: see `LossFn`; an odd
     number of rows raises.
-
     Papers: arXiv 2305.18290 (DPO), 2310.12036 (IPO), 2403.00409 (robust DPO), 2409.06411 (LD-DPO), 2404.19733 (NLL term);
-    the other kinds' stand at their functions.
+    other kinds: see their functions.
 
     >>> import torch
     >>> from parallel_rl import DPOLossFn, count_valid
@@ -145,7 +143,7 @@ class DPOLossFn(PreferenceWithNLL[DPOLossConfig]):
 
     @staticmethod
     def _beyond(batch: TokenBatch) -> Tensor:
-        """[T_local] bool: tokens of a response after its first min(n_chosen, n_rejected) ones."""
+        """Return [T_local] bool: tokens of a response after its first min(n_chosen, n_rejected) ones."""
         lengths = batch.tokens_per_sequence
         shorter = torch.minimum(lengths[::2], lengths[1::2]).repeat_interleave(2, output_size=lengths.numel())
         return batch.in_order(batch.valid.cumsum(1) > shorter[:, None])

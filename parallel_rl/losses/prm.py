@@ -1,4 +1,4 @@
-"""The loss of a process reward model: classes at the places that a placeholder token marks."""
+"""Loss of a process reward model: classes at the places of a placeholder token."""
 
 from __future__ import annotations
 
@@ -35,9 +35,8 @@ if TYPE_CHECKING:
 class PRMLossConfig:
     """Options of `PRMLossFn`.
 
-    placeholder_token_id: the input token that stands at the end of each step.
-    reward_token_ids: the tokens that say a step's reward, which the softmax is then restricted to; None takes the whole
-        vocabulary.
+    placeholder_token_id: the input token at the end of each step.
+    reward_token_ids: the tokens that name a step's reward, to which the softmax is restricted; None: the whole vocabulary.
     soft_labels: labels are probabilities of the first of exactly two reward tokens, not token ids.
     ignore_index: the label of a placeholder that is not scored.
     """
@@ -67,11 +66,11 @@ class PRMLossFn(LossFn[PRMLossConfig]):
 
         L = −Σ_placeholders log softmax(z)[label] / N_scored,    soft labels p: −p·log softmax(z)₀ − (1 − p)·log softmax(z)₁
 
-    The logits at a placeholder itself are read, not those before it. z is the whole vocabulary or the `reward_token_ids`;
-    placeholder and reward tokens may live on any vocabulary shard. N_scored counts the step's valid placeholders whose label
-    is not `ignore_index`, so the loss needs `statistics=` of its `count`. `data` holds reward_labels [B, S] beside the
-    common fields: token ids, or probabilities (any floating dtype) with `soft_labels`; only those at placeholders are read.
-    Without a scored placeholder the loss is 0, with gradient 0.
+    The logits at a placeholder itself are read, not those before it. z is the whole vocabulary or the `reward_token_ids`, on
+    any vocabulary shard. N_scored counts the step's valid placeholders whose label is not `ignore_index`, so the loss needs
+    `statistics=` of its `count`. `data` holds reward_labels [B, S] and the common fields: token ids, or with `soft_labels`
+    probabilities of any floating dtype; only those at placeholders are read. Without a scored placeholder loss and gradient
+    are 0.
 
     Metrics: loss, accuracy (the largest logit is the label's; soft labels by the likelier side), num_steps.
 
@@ -119,14 +118,14 @@ class PRMLossFn(LossFn[PRMLossConfig]):
         return loss, Metrics(metrics)
 
     def target(self, labels: Tensor) -> Tensor:
-        """Make probabilities of the reward tokens, [T_local, K], from [T_local] labels."""
+        """Make target probabilities of the reward tokens, [T_local, K], from [T_local] labels."""
         assert self.config.reward_token_ids is not None
         if self.config.soft_labels:
             return torch.stack([labels, 1 - labels], 1)
         return torch.stack([labels == token for token in self.config.reward_token_ids], 1)
 
     def scored(self, data: Mapping[str, Tensor]) -> Tensor:
-        """Find the valid placeholders with a label, [B, S]."""
+        """Return [B, S] bool: the valid placeholders with a label."""
         placeholder = data["input_ids"] == self.config.placeholder_token_id
         return valid_tokens(data, shift=False) & placeholder & (data["reward_labels"] != self.config.ignore_index)
 
@@ -144,7 +143,7 @@ class PRMLossFn(LossFn[PRMLossConfig]):
 
 @dataclass(frozen=True, eq=False)
 class PRMReader(Reader):
-    """Reader of classes at the placeholders: the K rewards' logits, or log-probs and the likeliest token."""
+    """Reader at the placeholders: the K rewards' logits, or log-probs and the most likely token."""
 
     loss: PRMLossFn
 

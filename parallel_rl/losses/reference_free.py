@@ -47,9 +47,7 @@ class SimPOLossFn(LossFn[SimPOLossConfig]):
     Rows are pairs: chosen even, rejected odd; a response without a token has a = 0.
 
     Metrics: loss, accuracy, rewards_chosen_mean, rewards_rejected_mean (a, without β), num_valid_samples (pairs). Call and
-    errors: see `LossFn`; an odd number of rows raises.
-
-    Paper: arXiv 2405.14734.
+    errors: see `LossFn`; an odd number of rows raises. Paper: arXiv 2405.14734.
 
     >>> import torch
     >>> from parallel_rl import SimPOLossFn, count_valid
@@ -73,8 +71,8 @@ class SimPOLossFn(LossFn[SimPOLossConfig]):
 class CPOLossConfig:
     """Options of `CPOLossFn`.
 
-    beta: β. label_smoothing: ε in [0, 0.5), as in cDPO. sft_loss_weight: of the chosen responses' NLL; 0 leaves it out.
-    sft_average_log_probs: that NLL is a mean over a response's tokens (as in the authors' code), not a sum (their formula).
+    beta: β. label_smoothing: ε in [0, 0.5), as in cDPO. sft_loss_weight: of the chosen responses' NLL; 0 is off.
+    sft_average_log_probs: average that NLL over a response's tokens (the authors' code) instead of summing (their formula).
     """
 
     beta: float = 0.1
@@ -100,7 +98,6 @@ class CPOLossFn(PreferenceWithNLL[CPOLossConfig]):
 
     Metrics: loss, preference_loss, sft_loss, accuracy, rewards_chosen_mean, rewards_rejected_mean (S, without β),
     num_valid_samples (pairs). Call and errors: see `LossFn`; an odd number of rows raises.
-
     Paper: arXiv 2401.08417.
 
     >>> import torch
@@ -138,12 +135,11 @@ class ORPOLossFn(PreferenceWithNLL[ORPOLossConfig]):
 
         L = Σ_pairs [NLL_chosen − λ·log σ(log odds(a_chosen) − log odds(a_rejected))] / (N_seq / 2)
 
-    a is the mean log π of a response's tokens, NLL = −a, log odds(a) = a − log(1 − e^a), where
-    a is at most −ε of the mathematics' dtype. Rows are pairs: chosen even, rejected odd; the means run in float64.
+    a is the mean log π of a response's tokens, at most −ε of the mathematics' dtype; NLL = −a, log odds(a) = a − log(1 −
+    e^a). Rows are pairs: chosen even, rejected odd; the means run in float64.
 
     Metrics: loss, preference_loss (with λ), sft_loss, accuracy, rewards_chosen_mean, rewards_rejected_mean (a),
     num_valid_samples (pairs). Call and errors: see `LossFn`; an odd number of rows raises.
-
     Paper: arXiv 2403.07691.
 
     >>> import torch
@@ -160,7 +156,7 @@ class ORPOLossFn(PreferenceWithNLL[ORPOLossConfig]):
     def terms(self, batch: TokenBatch) -> PairTerms:
         means = response_sum(batch, batch.logprobs, average=True)
         chosen, rejected = means[::2], means[1::2]
-        # 1 − e^a of a near 0 has the digits of the log-probs, not those of their float64 means
+        # 1 − e^a of a near 0 is only as exact as the log-probs, not as their float64 means
         eps = torch.finfo(batch.output.dtype).eps
         preferred = pair_mean(batch, orpo_odds_ratio(chosen, rejected, self.config.beta, eps))
         return PairTerms(preferred, chosen_nll(batch, average=True), (1.0, 1.0), chosen, rejected)

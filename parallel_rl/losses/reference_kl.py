@@ -1,4 +1,4 @@
-"""KL to a reference policy by the log-probs of the sampled tokens, as a loss of its own."""
+"""KL to a reference policy by the log-probs of the sampled tokens."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ class ReferenceKLLossConfig:
     """Options of `ReferenceKLLossFn`.
 
     estimator: k1, k2, k3, abs, or low_var_kl (k3 with verl's clamps).
-    gradient: "plain" autograd, or "score-function" by a weight exp(l − sg l), or "straight-through", that of k2; the table in
-        `parallel_rl.functional.kl` says of which KL.
+    gradient: "plain" autograd, "score-function" by a weight exp(l − sg l), or "straight-through", that of k2; see the table
+        in `parallel_rl.functional.kl`.
     input_clamp, output_clamp: bounds on |l_ref − l| and on the estimate (verl's `loss_max_clamp`); None is off.
-    log_prob_min_clamp: lower bound, below 0, on both log-probs; where the policy's is lower, it has no gradient. None is off.
+    log_prob_min_clamp: lower bound < 0 on both log-probs, without gradient where the policy's is lower. None is off.
     aggregation, max_length: how tokens are averaged, see `parallel_rl.counts.token_weights`.
-    token_weights: multiply each token by data["token_weights"] [B, S] ≥ 0, where 0 masks, and divide by the number of tokens
-        with a weight ("count") or by the sum of the weights ("sum"), see `parallel_rl.losses.core.token_weights`; None: off.
+    token_weights: multiply each token by data["token_weights"] [B, S] ≥ 0 (0 masks), and divide by the number of tokens with
+        a weight ("count") or by the sum of the weights ("sum"), see `parallel_rl.losses.core.token_weights`; None: off.
     """
 
     estimator: KLType = "k3"
@@ -59,11 +59,10 @@ class ReferenceKLLossFn(LossFn[ReferenceKLLossConfig]):
 
         L = AGG(k(log π(y), log π_ref(y)))
 
-    The term that `kl` of the policy loss adds, as a loss of its own: a component beside others, against a second reference
-    or a teacher (on-policy distillation with the estimator's gradient). `data` holds reference_policy_logprobs [B, S].
+    The term `kl` of the policy loss as a separate loss: a component with others, against a second reference or a teacher
+    (on-policy distillation with the estimator's gradient). `data` holds reference_policy_logprobs [B, S].
 
-    Metrics: loss, num_valid_samples, overflow_tokens (whose estimate overflows). Call and errors: see `LossFn`.
-
+    Metrics: loss, num_valid_samples, overflow_tokens (by their estimate). Call and errors: see `LossFn`.
     Papers: http://joschu.net/blog/kl-approx.html, arXiv 2506.09477.
 
     >>> import torch
@@ -86,7 +85,7 @@ class ReferenceKLLossFn(LossFn[ReferenceKLLossConfig]):
         cfg, logprobs, reference = self.config, batch.logprobs, batch["reference_policy_logprobs"]
         if cfg.log_prob_min_clamp is not None:
             logprobs, reference = (x.clamp(min=cfg.log_prob_min_clamp) for x in (logprobs, reference))
-        # of the clamped log-prob, so that the weight has no gradient below the clamp either
+        # of the clamped log-prob, so the weight has no gradient below the clamp
         weight = exp_or_zero(logprobs - logprobs.detach()) if cfg.gradient == "score-function" else None
         estimate, overflow = kl_with_overflow(
             logprobs, reference, cfg.estimator, input_clamp=cfg.input_clamp, output_clamp=cfg.output_clamp, weight=weight,

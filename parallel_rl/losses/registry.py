@@ -1,4 +1,4 @@
-"""The one table of losses by name: classes and functions, the package's and users' alike."""
+"""The table of losses by name: classes and functions, of the package and of users."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ Objective = Callable[..., "Tensor | tuple[Tensor, Mapping[str, Measure]]"]
 
 @dataclass(frozen=True)
 class ObjectiveConfig:
-    """Options of an objective on tokens; one with options of its own extends it.
+    """Options of an objective on tokens; extend it for more options.
 
     aggregation: how tokens are averaged, see `NLLLossConfig`. max_length: L_max of "constant-length".
     token_weights: "count" or "sum", see `NLLLossConfig`.
@@ -50,12 +50,12 @@ class ObjectiveConfig:
 
 
 def losses() -> Mapping[str, type[LossFn]]:
-    """Every registered loss by its name."""
+    """Return every registered loss by its name."""
     return dict(_LOSSES)
 
 
 def get_loss(name: str) -> type[LossFn]:
-    """The loss registered as `name`.
+    """Return the loss registered as `name`.
 
     >>> get_loss("nll").__name__
     'NLLLoss'
@@ -69,7 +69,7 @@ def get_loss(name: str) -> type[LossFn]:
 
 
 def registered_name(loss_class: type[LossFn]) -> str:
-    """The name of a loss in the registry, else that of its class.
+    """Return the registered name of a loss, or its class's name.
 
     >>> registered_name(get_loss("nll"))
     'nll'
@@ -78,7 +78,7 @@ def registered_name(loss_class: type[LossFn]) -> str:
 
 
 def register_loss(name: str) -> Callable[[LossT], LossT]:
-    """Register a loss class, so that `get_loss`, the trainer's `loss: {name: ...}` and the law harness find it.
+    """Register a loss class for `get_loss`, the trainer's `loss: {name: ...}` and the law harness.
 
     >>> from parallel_rl import NLLLoss, get_loss
     >>> @register_loss("doc_doubled_nll")
@@ -89,14 +89,8 @@ def register_loss(name: str) -> Callable[[LossT], LossT]:
     >>> get_loss("doc_doubled_nll").__name__
     'Doubled'
 
-    Args:
-        name: in the registry.
-
-    Returns:
-        A decorator that gives the class back.
-
     Raises:
-        ValueError: a name that is taken, or anything but a subclass of `LossFn`.
+        ValueError: a taken name, or anything but a subclass of `LossFn`.
     """
 
     def decorate(loss_class: LossT) -> LossT:
@@ -130,7 +124,7 @@ def register_objective(
     count: Callable[[TokenBatch], Statistics] | None = None,
     collect: Callable[[TokenBatch], Statistics] | None = None,
 ) -> Callable[[Objective], type[LossFn]]:
-    """Make a loss of a function on flat local tokens; it then has every layout, packing, metrics and the law harness.
+    """Make a loss of a function on flat local tokens, with all layouts, packing, metrics and the harness.
 
     >>> from parallel_rl import MinMax
     >>> @register_objective("doc_reinforced", token_fields=("advantages",))
@@ -141,31 +135,31 @@ def register_objective(
 
     Args:
         name: in the registry.
-        level: "token": the function gets log-probs [T_local] and returns one loss per token, aggregated as the config says;
-            quantities of a whole sequence come from `batch.segment_sum`, `batch.segment_mean` and
-            `batch.expand`. "sequence": it gets the sums of log-probs [B] and returns one loss per sequence, averaged over
-            sequences. "pair": rows are (chosen, rejected), (chosen, rejected), ...; it gets the sums [B] and returns one loss
-            per pair [B/2], averaged over the pairs whose two rows are valid.
-        config: a frozen dataclass of options, given to the function as a third argument. On level "token" it extends
-            `ObjectiveConfig`. None: a token objective has that one, the others have no options.
-        token_fields, sequence_fields: names of the fields [B, S] and [B] of the data that it reads.
+        level: "token": the function receives log-probs [T_local] and returns one loss per token, aggregated by the config;
+            `batch.segment_sum`, `batch.segment_mean` and `batch.expand` handle whole sequences. "sequence": it receives the
+            sums of log-probs [B] and returns one loss per sequence, averaged over sequences. "pair": rows are (chosen,
+            rejected), (chosen, rejected), ...; it receives the sums [B] and returns one loss per pair [B/2], averaged over
+            pairs with two valid rows.
+        config: a frozen dataclass of options, the function's third argument. On level "token" it extends `ObjectiveConfig`.
+            None: `ObjectiveConfig` on level "token", else no options.
+        token_fields, sequence_fields: names of the data's fields [B, S] and [B] that the function reads.
         integer_fields: those of them that hold integers or bools.
         needs_entropy: it reads `batch.entropy`.
-        token_separable: on level "token", a token's loss depends on the log-prob and entropy of no other token, so that the
-            fused head (`LMHeadInput`) may compute gradients in forward; a false claim gives a wrong gradient. Under
-            a truncation, which drops tokens, gradients are computed in backward anyway.
-        count: from a batch without log-probs to the statistics of the step that the data alone gives; the function then reads
-            `batch.statistics`, see `Statistics`.
-        collect: the same for the statistics that depend on the policy, from a batch with log-probs.
+        token_separable: on level "token", a token's loss depends on the log-prob and entropy of no other token, so the fused
+            head (`LMHeadInput`) may compute gradients in forward; a false claim gives a wrong gradient. A truncation drops
+            tokens, so gradients are then computed in backward anyway.
+        count: from a batch without log-probs to the step's statistics that depend on the data alone; the function may then
+            read `batch.statistics`, see `Statistics`.
+        collect: like `count` for statistics that depend on the policy, from a batch with log-probs.
 
-    The function returns its values, one per token (sequence, pair) and not averaged, or (values, {"name": Mean(x), ...}):
-    metrics of the same shape, reduced over the valid ones of the step. Anything else is a ValueError on every context rank.
+    The function returns one value per token (sequence, pair), not averaged, or (values, {"name": Mean(x), ...}): metrics of
+    the same shape, reduced over the step's valid entries. Anything else is a ValueError on every context rank.
 
     Returns:
-        A decorator that gives the loss class, whose instances have the call of `LossFn`.
+        A decorator that makes the loss class, called like `LossFn`.
 
     Raises:
-        ValueError: a name that is taken, an unknown level, options that do not fit the level.
+        ValueError: a taken name, an unknown level, options that do not fit the level.
     """
     _check_free(name)
     if level not in ("token", "sequence", "pair"):
@@ -233,7 +227,7 @@ def register_objective(
 
 
 def _checked(objective: str, level: Level, result: object, mask: Tensor) -> tuple[Tensor, Mapping[str, Measure]]:
-    """Split an objective's result into values and measures, checked; a scalar would be broadcast and train another loss."""
+    """Split an objective's result into values and measures; a scalar, which would broadcast, is refused."""
     values, measures = result if isinstance(result, tuple) and len(result) == 2 else (result, {})
     if not isinstance(values, Tensor) or values.shape != mask.shape or not isinstance(measures, Mapping):
         kinds = [

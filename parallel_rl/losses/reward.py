@@ -22,8 +22,8 @@ from parallel_rl.metrics import Metric, Metrics
 class PreferenceLossConfig:
     """Options of `PreferenceLoss`.
 
-    kind: "sigmoid" −log σ(r_w − r_l − m); "log-exp" log(1 + e^{r_l − r_w}), the same number without a margin, under the name
-        and in the form of arXiv 2204.05862; "hps" −log σ((r_w − r_l)/T), a softmax over the two scores.
+    kind: "sigmoid" −log σ(r_w − r_l − m); "log-exp" log(1 + e^{r_l − r_w}), the same without a margin, as in arXiv
+        2204.05862; "hps" −log σ((r_w − r_l)/T), a softmax over the two scores.
     margin: the constant part of m, kind "sigmoid" only.
     pair_margins: adds the field `preference_margins` [B] of the data to m, read at the chosen rows; kind "sigmoid" only.
     score_temperature: T of kind "hps".
@@ -53,13 +53,12 @@ class PreferenceLoss(PooledHeadLoss[PreferenceLossConfig]):
 
         L = −Σ_pairs log σ(r_chosen − r_rejected − m) / (N_seq / 2)
 
-    Rows are pairs: chosen even, rejected odd. In place of logits it takes the reward head's output, equal on tensor
-    ranks: [B] or [B, 1], one reward a row, whole on every context rank (`data` then needs `sample_mask` only); or
-    [B, S/cp, 1] (packed: [1, T/cp, 1]), where the reward of a row is the output at its last valid token.
+    Rows are pairs: chosen even, rejected odd. In place of logits it takes the reward head's output, equal on tensor ranks:
+    [B] or [B, 1], one reward a row, whole on every context rank (`data` then needs only `sample_mask`); or [B, S/cp, 1]
+    (packed: [1, T/cp, 1]), read at a row's last valid token.
 
     Metrics: loss, accuracy (ties count as wrong), rewards_chosen_mean, rewards_rejected_mean, num_valid_samples (pairs).
     Call and errors: see `LossFn`; an odd number of rows raises.
-
     Papers: Bradley & Terry 1952; arXiv 2203.02155; margins: arXiv 2307.09288.
 
     >>> import torch

@@ -1,4 +1,4 @@
-"""Log-probs of a whole batch, and other scores of its tokens, as data for a later loss or its advantages."""
+"""Log-probs and other scores of a batch's tokens, as data for a later loss or its advantages."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 
 class TokenScores(NamedTuple):
-    """[B, S] scores of each token, without gradient."""
+    """Scores of each token, [B, S], without gradient."""
 
     logprobs: Tensor
     entropy: Tensor | None
@@ -61,7 +61,7 @@ def token_logprobs(
     top_p: float | None = None,
     kept_sets: bool = False,
 ) -> Tensor:
-    """Compute log-probs of `input_ids` without gradient: the fields `prev_logprobs` and `reference_policy_logprobs`.
+    """Compute log-probs of `input_ids` without gradient: `prev_logprobs`, `reference_policy_logprobs`.
 
     >>> token_logprobs(torch.zeros(1, 3, 4), {"input_ids": torch.tensor([[1, 2, 3]])})
     tensor([[ 0.0000, -1.3863, -1.3863]])
@@ -69,22 +69,21 @@ def token_logprobs(
     Args:
         next_token_logits: [B, S/cp, V/tp], or [1, T/cp, V/tp] with a packed `layout`; a DTensor, as for the losses; or an
             `LMHeadInput`, whose logits never exist whole.
-        data: input_ids [B, S]; where it has token_mask [B, S] and sample_mask [B] too, masked ids are not looked at. A token
-            with an id outside the vocabulary there has log-prob 0, and an `LMHeadInput` does not project its row; one with a
-            bound on its `rows` projects no masked token at all, whose log-prob is 0 as well. Pre-shifted
-            `shift_labels` may stand in place of input_ids, as for the losses; column t then scores what position t predicts.
+        data: input_ids [B, S], or pre-shifted `shift_labels` as for the losses. With token_mask [B, S] and sample_mask [B],
+            masked ids are not checked: one outside the vocabulary has log-prob 0, and an `LMHeadInput` does not project its
+            row. A head with a bound on its `rows` projects no masked token; their log-probs are 0.
         vocab_parallel_rank, vocab_parallel_group, context_parallel_group: as for the losses.
         layout: of the logits, packed or of a prefix tree; None is padded rows.
-        temperature: one number, or [B] one for each sample. vocab_size, vocab_start, cp_layout, backend, top_k, top_p,
-            kept_sets: as for the losses.
+        temperature: one number, or [B] one per sample. vocab_size, vocab_start, cp_layout, backend, top_k, top_p, kept_sets:
+            as for the losses.
 
     Returns:
         [B, S] token-aligned, whole on every context rank; 0 in column 0 and beyond a sequence's end, −inf for a token that
         the truncated policy does not keep.
 
     Raises:
-        ValueError: shapes that do not match, masks with other values than 0 and 1; what `token_stats` raises; more rows that
-            carry loss than a head's bound; on all ranks of both groups, see `set_validation`.
+        ValueError: on all ranks of both groups, see `set_validation`: shapes that do not match; masks with values other than
+            0 and 1; errors of `token_stats`; more loss-carrying rows than a head's bound.
     """
     return token_scores(
         next_token_logits, data, vocab_parallel_rank, vocab_parallel_group, context_parallel_group, layout=layout,
@@ -113,22 +112,16 @@ def token_scores(
     entropy: bool = False,
     sum_pi_squared: bool = False,
 ) -> TokenScores:
-    """Compute `token_logprobs`, and beside them what else one pass over the logits can tell of each token.
+    """Compute `token_logprobs`, and more statistics in the same pass over the logits.
 
     >>> data = {"input_ids": torch.tensor([[1, 2, 3]])}
     >>> token_scores(torch.zeros(1, 3, 4), data, entropy=True, sum_pi_squared=True).sum_pi_squared
     tensor([[0.0000, 0.2500, 0.2500]])
 
-    Args:
-        next_token_logits, data, vocab_parallel_rank, vocab_parallel_group, context_parallel_group, layout, vocab_size,
-            vocab_start, cp_layout, temperature, backend, top_k, top_p, kept_sets: as for `token_logprobs`.
-        entropy: compute it too. sum_pi_squared: Σ_v p_v² beside it.
+    Args as of `token_logprobs`, and:
+        entropy: compute it too. sum_pi_squared: compute Σ_v p_v² too.
 
-    Returns:
-        Tensors [B, S] like those of `token_logprobs`; None: not asked for.
-
-    Raises:
-        ValueError: see `token_logprobs`.
+    Returns tensors [B, S] as of `token_logprobs`, None for those not requested. Raises what `token_logprobs` raises.
     """
     groups = vocab_parallel_group, context_parallel_group
     one = torch.ones((), device=getattr(next_token_logits, "device", None))  # no count is read
@@ -157,8 +150,8 @@ class _Extras(NamedTuple):
     """Arguments of `token_scores` that no other loss has.
 
     Attributes:
-        masked: whether the data have masks.
-        bounded: whether a head has a bound on its rows, so that no masked token is scored.
+        masked: the data have masks.
+        bounded: a head has a bound on its rows, so no masked token is scored.
     """
 
     layout: SequenceLayout | None
@@ -180,7 +173,7 @@ class _Scores(LossFn[NoConfig]):
         return _ScoreReader(self)
 
     def scored(self, data: Mapping[str, Tensor]) -> Tensor:
-        """Find the tokens whose ids are looked at: without masks all, those of column 0 too."""
+        """Return the tokens whose ids are checked: without masks all, including column 0."""
         return super().scored(data) if self.extras.masked else torch.ones_like(data["token_mask"], dtype=torch.bool)
 
     def compute(self, batch: TokenBatch) -> tuple[Tensor, Metrics]:
@@ -189,7 +182,7 @@ class _Scores(LossFn[NoConfig]):
 
 @dataclass(frozen=True, eq=False)
 class _ScoreReader(LogProbReader):
-    """Reader of the statistics of every token with an id in the vocabulary, masked ones too."""
+    """Reader of the statistics of every token with an id in the vocabulary, masked or not."""
 
     loss: _Scores
 
@@ -232,7 +225,7 @@ class _ScoreReader(LogProbReader):
         return TokenBatch(local, ModelOutput(stats)), None
 
     def _shard(self, local: LocalBatch, width: int, tensor_group: ProcessGroup | None) -> VocabShard:
-        """Say how the columns are read; a masked sample has its own temperature too, where that is one."""
+        """Build the shard; a masked sample keeps its own temperature if that is valid."""
         shard = self._shard_of(width, tensor_group)
         if not self.loss.options.per_sample:
             return shard
@@ -246,7 +239,7 @@ class _ScoreReader(LogProbReader):
         return replace(shard, sum_pi_squared=extras.sum_pi_squared)
 
     def _targets(self, local: LocalBatch, shard: VocabShard) -> tuple[Tensor, Tensor]:
-        """Find the id at each position and whether it is scored; a head with a bound on its rows scores no masked token."""
+        """Return the id at each position, and whether it is scored; with a bound on rows no masked token is."""
         ids = local.data["input_ids"]
         ids = torch.where(self.loss.scored(local.data), ids, IGNORE_INDEX) if self.loss.extras.bounded else ids
         targets = local.layout.shard(ids, local.requirements.shift, fill=IGNORE_INDEX)

@@ -1,4 +1,4 @@
-"""Denominators that the off-policy corrections decide: what they leave of the whole step, and the weights that follow."""
+"""Denominators and token weights that depend on what off-policy corrections leave of the step."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def count_survivors(batch: TokenBatch, prev: Tensor, config: PolicyLossConfig) -> Statistics:
-    """Counts of what corrections leave, for those whose denominators they are, and what some look at in the step."""
+    """Count what corrections leave, if denominators need it, and collect samples of step-level rules."""
     sums, samples, units, rejection = {}, {}, Statistics({}), config.rejection
     if config.importance is not None and config.importance.normalize:
         weight, _ = importance_weight(batch, prev, config.importance)
@@ -35,7 +35,7 @@ def count_survivors(batch: TokenBatch, prev: Tensor, config: PolicyLossConfig) -
 
 
 def policy_weights(batch: TokenBatch, kept: Tensor, config: PolicyLossConfig) -> Tensor:
-    """[T_local] weights of the tokens, by the counts of all valid ones, or of those that are `kept`."""
+    """Return [T_local] token weights by the counts of all valid tokens, or of those `kept`."""
     rejection = config.rejection
     if rejection is None or not config.counts_kept:
         return aggregation_weights(batch, config.aggregation, config.max_length)
@@ -52,7 +52,7 @@ def policy_weights(batch: TokenBatch, kept: Tensor, config: PolicyLossConfig) ->
 
 
 def policy_unit(config: PolicyLossConfig) -> str | None:
-    """The unit by whose count `policy_weights` divides."""
+    """Return the unit by whose count `policy_weights` divides."""
     if config.rejection is None or not config.counts_kept:
         return unit_of(config.aggregation, config.token_weights)
     return f"kept {unit_of(config.aggregation)}"

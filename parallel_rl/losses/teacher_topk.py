@@ -1,4 +1,4 @@
-"""A teacher's top-k of each token, as data for a student: from its logits, or from its hidden states a chunk at a time."""
+"""A teacher's top-k of each token as data for a student, from logits or chunks of hidden states."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def teacher_topk(
     cp_layout: CPLayout = "zigzag",
     temperature: float = 1.0,
 ) -> dict[str, Tensor]:
-    """Find the fields of `DistillationLossFn`: a teacher's k largest logits of each token, their ids, and its log-sum-exp.
+    """Find a teacher's k largest logits per token, their ids and log-sum-exp, for `DistillationLossFn`.
 
     >>> data = {"input_ids": torch.tensor([[0, 1, 2]]), "token_mask": torch.ones(1, 3), "sample_mask": torch.ones(1)}
     >>> found = teacher_topk(torch.tensor([3.0, 1.0, 2.0, 0.0]).expand(1, 3, 4), data, 2)
@@ -48,10 +48,10 @@ def teacher_topk(
 
     Args:
         next_token_logits: of the teacher, [B, S/cp, V/tp], or [1, T/cp, V/tp] with a packed `layout`; or an `LMHeadInput`,
-            whose logits never exist whole.
-        data: input_ids, token_mask [B, S] and sample_mask [B]; what they mask is 0.
+            without whole logits.
+        data: input_ids, token_mask [B, S] and sample_mask [B]; masked tokens get 0.
         k: at most `vocab_size`.
-        temperature: of the log-sum-exp; the logits are as they are.
+        temperature: of the log-sum-exp only.
         layout, cp_layout, vocab_size, vocab_start and the groups: as for `token_logprobs`.
 
     Returns:

@@ -1,4 +1,4 @@
-"""The loss of a value head."""
+"""Loss of a value head."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from parallel_rl.metrics import Metric, Metrics
 class ValueLossConfig:
     """Options of `ValueLossFn`.
 
-    scale: factor of the loss, beside its ½. cliprange: c, V is clipped to within c of `values`; None is off.
+    scale: factor of the loss, in addition to ½. cliprange: c, V is clipped to within c of `values`; None is off.
     aggregation: how tokens are averaged. max_length: L_max of "constant-length".
-    head_position: "predictor": column t of the data describes the head's output at t − 1, the state before token t; "token":
-        that at t (NeMo-RL): column 0, if its token is valid, then enters every sum, though N_tok does not count it.
+    head_position: "predictor": column t of the data belongs to the head's output at t − 1, the state before token t; "token":
+        to that at t (NeMo-RL): column 0, if valid, then enters every sum, though N_tok does not count it.
     """
 
     scale: float = 1.0
@@ -51,13 +51,11 @@ class ValueLossFn(ScalarHeadLoss[ValueLossConfig]):
 
     In place of logits it takes the head's output [B, S/cp, 1], packed [1, T/cp, 1], equal on tensor ranks. `data` holds
     returns [B, S] and, with clipping, values [B, S] (V_old, of the same head before the step), float, token-aligned:
-    `values[:, t]` is the head's output at t − 1 unless `head_position` says otherwise.
+    `values[:, t]` is the head's output at t − 1, see `head_position`.
 
-    Metrics: loss; means over all valid tokens: vf_clipfrac (where the clipped error is the larger), returns_mean,
-    values_mean, returns_sq_mean, residual_sq_mean, of which the explained variance is
-    1 − (residual_sq_mean − (returns_mean − values_mean)²) / (returns_sq_mean − returns_mean²); values_min, values_max,
-    num_valid_samples. Call and errors: see `LossFn`.
-
+    Metrics: loss; means over all valid tokens: vf_clipfrac (the clipped error is larger), returns_mean, values_mean,
+    returns_sq_mean, residual_sq_mean; explained variance = 1 − (residual_sq_mean − (returns_mean − values_mean)²) /
+    (returns_sq_mean − returns_mean²); values_min, values_max, num_valid_samples. Call and errors: see `LossFn`.
     Papers: arXiv 1506.02438, 1707.06347.
 
     >>> import torch

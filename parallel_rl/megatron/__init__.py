@@ -1,4 +1,4 @@
-"""The integration with megatron-core: one optimizer step's forward and backward in a call, and what it is made of.
+"""Integration of megatron-core: one optimizer step's forward and backward in a call, and its parts.
 
 In the order in which a training script needs them:
 
@@ -7,13 +7,13 @@ In the order in which a training script needs them:
 - one step: `forward_backward`, then `grad_norm`, `clip_grads_`, `copy_main_grads` for an optimizer of torch; with `fuse_head`
   the loss projects hidden states itself
 - forward passes without gradient: `forward_only`, `forward_logits`, `broadcast_from_last_stage`; `replicas` for sampling
-- for a loop that calls Megatron's schedules by itself: `megatron_loss_func`, `numerator_denominator`, `count_routed`,
+- for a loop that calls Megatron's schedules: `megatron_loss_func`, `numerator_denominator`, `count_routed`,
   `ModelInput`, `sum_gradients`
 - parts of models, weights by name: `layer_spec`, `ScalarHead`, `global_parameters`, ...
 
-This page lists the functions. The classes have pages of their own, such as `help(parallel_rl.megatron.MicroBatch)`:
-`MicroBatch`, `ModelInput`, `Context`, `FusedHead`, `RoutedTokens`, `StepReport`, `LossReport`; the modules `ScalarHead`,
-`SelfAttentionCore`, `ShardedNorm`. docs/megatron_loop.md shows how your own loop uses them.
+This page lists the functions. See also `help(parallel_rl.megatron.MicroBatch)` and that of the other classes, `ModelInput`,
+`Context`, `FusedHead`, `RoutedTokens`, `StepReport`, `LossReport`, `ScalarHead`, `SelfAttentionCore`, `ShardedNorm`.
+docs/megatron_loop.md shows their use in your own loop.
 
 The examples in this package start from
 
@@ -23,8 +23,8 @@ The examples in this package start from
     >>> ids = torch.tensor([[1, 2, 3, 4], [5, 6, 7, 0]])
     >>> data = {"input_ids": ids, "token_mask": ids > 0, "sample_mask": torch.ones(2)}
 
-This package turns tensors and a model into gradients. What a loss computes does not belong here, nor what a trainer decides
-(data, learning rates, checkpoints).
+This package turns tensors and a model into gradients. Losses, and a trainer's decisions (data, learning rates, checkpoints),
+do not belong here.
 """
 
 import importlib
@@ -33,7 +33,7 @@ import warnings
 from parallel_rl.megatron.cpu import without_builds
 
 with warnings.catch_warnings(), without_builds():
-    # Lines that only say what a machine without Transformer Engine, Apex or a GPU knows.
+    # messages of a machine without Transformer Engine, Apex or a GPU
     warnings.filterwarnings("ignore", message=".*Apex (is|are) not installed|Failed to create unified memory")
     for _name in ("models.gpt.gpt_layer_specs", "optimizer"):
         importlib.import_module(f"megatron.core.{_name}")
@@ -72,7 +72,7 @@ from parallel_rl.megatron.step import StepReport as StepReport
 from parallel_rl.megatron.step import forward_backward
 from parallel_rl.megatron.weights import global_parameters, initialize_weights, local_shard, whole_tensor
 
-__all__ = [  # functions, in the order of the docstring: `help` prints classes first, with all that modules inherit
+__all__ = [  # functions, in the order of the docstring: `help` prints classes first, with all inherited members
     "initialize",
     "destroy",
     "enable_cpu",

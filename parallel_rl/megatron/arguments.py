@@ -1,4 +1,4 @@
-"""Arguments of a step that are of another kind than it takes."""
+"""Checks of a step's arguments of a wrong kind."""
 
 from __future__ import annotations
 
@@ -15,11 +15,7 @@ from parallel_rl.statistics import Statistics
 
 
 def split_partial(loss_fn: object) -> tuple[LossFunction, Statistics | None]:
-    """Split `functools.partial(loss_fn, statistics=...)` in two; any other loss has no statistics with it.
-
-    Raises:
-        ValueError: a loss's name, its class, or a function, each with what makes a loss of it.
-    """
+    """Split `functools.partial(loss_fn, statistics=...)` in two; ValueError for a name, class or function."""
     if isinstance(loss_fn, LossFunction):
         return loss_fn, None
     if isinstance(loss_fn, partial):
@@ -36,11 +32,7 @@ def split_partial(loss_fn: object) -> tuple[LossFunction, Statistics | None]:
 
 
 def refuse_name_and_class(loss_fn: object) -> None:
-    """Refuse what names or makes a loss and is none.
-
-    Raises:
-        ValueError: with the call that makes the loss.
-    """
+    """Raise ValueError for the name or the class of a loss, with the call that makes the loss."""
     if isinstance(loss_fn, str):
         raise ValueError(
             f"loss_fn = {loss_fn!r} is a name; give a loss: get_loss({loss_fn!r})({{}}, vocab_size=...), or of a recipe "
@@ -53,10 +45,7 @@ def refuse_name_and_class(loss_fn: object) -> None:
 
 
 def fault_of(models: Sequence[torch.nn.Module], batches: object, head: object) -> ValueError | None:
-    """Return the error of micro-batches that are no list of them, of a step without gradient, or of an unfit head.
-
-    One rank may have it alone, so `prepare` raises it where all ranks agree.
-    """
+    """Return the error of wrong batches, a missing gradient or an unfit head; `prepare` agrees on it."""
     try:
         if not torch.is_grad_enabled():
             raise ValueError(

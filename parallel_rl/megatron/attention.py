@@ -1,9 +1,8 @@
-"""A core attention for Megatron layers in plain PyTorch: tensor, sequence, context parallel, padded, packed (THD).
+"""Core attention for Megatron layers in plain PyTorch: tensor, sequence, context parallel, padded, packed (THD).
 
-Under context parallelism each rank holds its share of every sequence (zigzag), or of the whole row (contiguous). Keys and
-values are gathered once over the context group (the gather's backward is a reduce-scatter), and who may look at whom is
-decided by (segment, place in the sequence), so nothing is ever put back in order. Packed rows are worked in blocks of
-neighbouring sequences: a mask never grows with a zigzag row.
+Under context parallelism a rank holds a part of every sequence (zigzag), or of the row (contiguous). Keys and values are
+gathered once over the context group (backward: a reduce-scatter). Masks compare (segment, place in the sequence), so nothing
+is reordered. Packed rows run in blocks of neighbouring sequences, so a mask does not grow with a zigzag row.
 """
 
 from __future__ import annotations
@@ -27,12 +26,12 @@ if TYPE_CHECKING:
     from megatron.core.transformer.enums import AttnMaskType
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-BLOCK = 512  # positions of the packed row that one mask covers, where the sequences are shorter than that
+BLOCK = 512  # positions of a packed row per mask, if its sequences are shorter
 
 
 @dataclass(frozen=True)
 class _Block:
-    """Local positions [start, stop) that only look at each other; `mask` [q, k] says where, None is plain causal."""
+    """Local positions [start, stop) that attend to each other by `mask` [q, k]; None is plain causal."""
 
     start: int
     stop: int
@@ -40,14 +39,12 @@ class _Block:
 
 
 class SelfAttentionCore(MegatronModule):
-    """Causal softmax(q·kᵀ/√d)·v within each sequence, as the `core_attention` of a Megatron layer spec.
+    """Causal softmax(q·kᵀ/√d)·v within each sequence, as `core_attention` of a Megatron layer spec.
 
-    Rows of prefix trees are taken too. Grouped queries (fewer key/value heads) are expanded. Works in the dtype of its input:
-    float64, float32 or bfloat16.
+    Also for rows of prefix trees. Grouped queries are expanded. Works in float64, float32 or bfloat16, as its input.
 
     Raises:
-        ValueError: dropout, a sliding window or a softmax variant in the config; a packed row of another length than
-        its bounds.
+        ValueError: dropout, a sliding window or a softmax variant in the config; bounds that do not fit a packed row.
     """
 
     takes_trees = True
@@ -89,7 +86,7 @@ class SelfAttentionCore(MegatronModule):
         attention_bias: Tensor | None = None,
         packed_seq_params: PackedSeqParams | None = None,
     ) -> Tensor:
-        """Attention output of this rank's tokens.
+        """Compute the attention output of this rank's tokens.
 
         Args:
             query: [S/cp, B, h, d], packed [T/cp, h, d].
@@ -116,7 +113,7 @@ class SelfAttentionCore(MegatronModule):
                 "attention_mask is not supported with packed sequences or context parallelism; leave it None"
             )
         if size > 1:
-            # One collective for both; [cp, S/cp, B, g, 2·d]
+            # one collective for both; [cp, S/cp, B, g, 2·d]
             both = torch.cat((key, value), dim=-1)
             both = tensor_parallel.gather_from_sequence_parallel_region(both, True, self.cp_group)
             key, value = both.view(size, length, *both.shape[1:]).split((key.shape[-1], value.shape[-1]), dim=-1)
@@ -141,10 +138,10 @@ class SelfAttentionCore(MegatronModule):
         return out.view(length, heads * dim) if packed else out.view(length, batch, heads * dim)
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, hidden: Tensor | None) -> Tensor:
-        """query [q, B, h, d], key and value [B, h, k, d] → [q, B, h, d]."""
+        """Attend: query [q, B, h, d], key and value [B, h, k, d] → [q, B, h, d]."""
         queries, keys = query.shape[0], key.shape[2]
         if mask is None and (hidden is not None or queries != keys):
-            # Fewer queries than keys: the queries are the last of them (generation with a cache).
+            # fewer queries than keys: the queries are the last of them (generation with a cache)
             causal = torch.ones(queries, keys, dtype=torch.bool, device=query.device).tril(keys - queries)
             mask = causal if hidden is None else causal & ~hidden
         out = torch.nn.functional.scaled_dot_product_attention(
@@ -154,7 +151,7 @@ class SelfAttentionCore(MegatronModule):
 
 
 def _heads(x: Tensor, heads: int) -> Tensor:
-    """[cp, s, B, g, d] → [B, h, cp·s, d]."""
+    """Reorder and expand [cp, s, B, g, d] → [B, h, cp·s, d]."""
     x = x.permute(2, 3, 0, 1, 4).flatten(2, 3)
     return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], dim=1)
 
@@ -162,7 +159,7 @@ def _heads(x: Tensor, heads: int) -> Tensor:
 def _bounds(packed: PackedSeqParams | None, length: int, size: int) -> tuple[int, ...]:
     assert packed is not None
     cu_seqlens = packed.cu_seqlens_q if packed.cu_seqlens_q_padded is None else packed.cu_seqlens_q_padded
-    # `packed_input` leaves them on the host: a layer that read them from a GPU would wait for it
+    # `packed_input` keeps them on the host: reading them from a GPU would wait
     bounds: tuple[int, ...] = getattr(packed, "bounds_on_host", None) or tuple(cu_seqlens.tolist())
     if bounds[-1] != length * size:
         raise ValueError(
@@ -171,9 +168,9 @@ def _bounds(packed: PackedSeqParams | None, length: int, size: int) -> tuple[int
     return bounds
 
 
-@lru_cache(maxsize=4)  # the layers of a micro-batch ask one after another; a long row's mask is gigabytes
+@lru_cache(maxsize=4)  # reused by the layers of a micro-batch; a long row's mask is gigabytes
 def _plan(bounds: tuple[int, ...], context: tuple[int, int, CPLayout], device: torch.device) -> tuple[_Block, ...]:
-    """Puts neighbouring sequences together until a block is full. A sequence alone needs no mask without CP."""
+    """Group neighbouring sequences into blocks; without CP a single sequence needs no mask."""
     if context[2] == "contiguous" and context[0] > 1:  # a rank's part of the row may end within a sequence
         return (_block(bounds, context, device),)
     groups: list[tuple[int, ...]] = []

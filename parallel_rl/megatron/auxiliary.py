@@ -1,4 +1,4 @@
-"""The losses that a model adds of its own in backward: of its routers, and of DSA's indexer. What they are divided by."""
+"""Auxiliary losses added in backward (MoE routers, DSA indexer) and their denominators."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RoutedTokens:
-    """Tokens by which a router multiplies its auxiliary losses, prompts and padding among them.
+    """Tokens by which a router multiplies its auxiliary losses, including prompts and padding.
 
     Attributes:
-        here: of this micro-batch: those of the whole row, or (megatron-core before 0.19) those that a rank's router sees.
-        step: summed over the micro-batches of the step and the data ranks, a 0-dim integer tensor.
+        here: of this micro-batch: those of the whole row, or (megatron-core before 0.19) those that a rank's router reads.
+        step: summed over the step's micro-batches and data ranks, a 0-dim integer tensor.
     """
 
     here: int
@@ -43,7 +43,7 @@ def count_routed(
     groups: ParallelGroups | None = None,
     made_up: bool = False,
 ) -> list[RoutedTokens]:
-    """Count what the routers of a model with auxiliary losses will see in each micro-batch; one all-reduce over data ranks.
+    """Count the tokens that routers with auxiliary losses will read per micro-batch; one all-reduce.
 
     >>> count_routed([padded_input(data["input_ids"])], config=config)[0].here
     8
@@ -51,7 +51,7 @@ def count_routed(
     Args:
         inputs: of all micro-batches of this data rank's step.
         config: the model's.
-        made_up: they stand for no data, and count as no token.
+        made_up: the inputs stand for no data and count as no token.
     """
     where = groups or ParallelGroups.from_megatron()
     local = [0 if made_up else each.tokens.numel() for each in inputs]
@@ -64,11 +64,7 @@ def count_routed(
 
 
 def balance_coefficients(config: TransformerConfig) -> dict[str, float]:
-    """The coefficients above 0 of the losses that balance a model's experts, by Megatron's names of them.
-
-    >>> balance_coefficients(config)
-    {}
-    """
+    """Return the nonzero coefficients of expert-balancing losses, by Megatron's names."""
     if not config.num_moe_experts:
         return {}
     kinds = getattr(config, "moe_router_load_balancing_type", "aux_loss")
@@ -78,11 +74,7 @@ def balance_coefficients(config: TransformerConfig) -> dict[str, float]:
 
 
 def has_auxiliary_loss(config: TransformerConfig) -> bool:
-    """Whether a model adds losses of its own in backward, beside what its output gives: of its routers, or of DSA's indexer.
-
-    >>> has_auxiliary_loss(config)
-    False
-    """
+    """Return whether a model adds losses in backward: of its routers, or of DSA's indexer."""
     coefficients = [getattr(config, "dsa_indexer_loss_coeff", None)]
     if config.num_moe_experts:
         coefficients.append(getattr(config, "moe_z_loss_coeff", None))
@@ -90,7 +82,7 @@ def has_auxiliary_loss(config: TransformerConfig) -> bool:
 
 
 def forget_scales(config: TransformerConfig) -> None:
-    """Forget how the last backward scaled auxiliary losses: one without a schedule leaves a scale of another shape."""
+    """Reset the scale of auxiliary losses: a backward outside a schedule leaves one of another shape."""
     MoEAuxLossAutoScaler.main_loss_backward_scale = None
     if getattr(config, "experimental_attention_variant", None) == "dsa":
         from megatron.core.transformer.experimental_attention_variant.dsa import DSAIndexerLossAutoScaler
@@ -100,7 +92,7 @@ def forget_scales(config: TransformerConfig) -> None:
 
 @contextlib.contextmanager
 def without_auxiliary_losses(config: TransformerConfig) -> Iterator[None]:
-    """Inside, a model adds no loss of its own in backward."""
+    """Turn off a model's losses in backward for the length of a `with` block."""
     names = ("moe_aux_loss_coeff", "moe_z_loss_coeff", "dsa_indexer_loss_coeff")
     before = {name: getattr(config, name) for name in names if hasattr(config, name)}
     for name, value in before.items():
@@ -113,16 +105,14 @@ def without_auxiliary_losses(config: TransformerConfig) -> Iterator[None]:
 
 
 def check_auxiliary_losses(config: TransformerConfig, cp_size: int, *, by_megatron: bool = False) -> None:
-    """Refuse auxiliary losses whose gradients depend on the layout, by their definition or in this megatron-core.
-
-    >>> check_auxiliary_losses(config, cp_size=1)
+    """Refuse auxiliary losses whose gradients depend on the layout, by definition or by version.
 
     Args:
-        by_megatron: `seq_aux_loss` and `global_aux_loss` are what routers make of them, not `RouterBalance`.
+        by_megatron: Megatron's routers compute `seq_aux_loss` and `global_aux_loss`, not `RouterBalance`.
 
     Raises:
-        ValueError: on a version that gets them wrong, DSA's indexer, or context ranks without calculate_per_token_loss.
-            By Megatron: experts balanced over data ranks (`global_aux_loss`), or by sequences (`seq_aux_loss`).
+        ValueError: on a version that gets them wrong: DSA's indexer, or context ranks without calculate_per_token_loss. By
+            Megatron: experts balanced over data ranks (`global_aux_loss`) or by sequences (`seq_aux_loss`).
     """
     if not has_auxiliary_loss(config):
         return

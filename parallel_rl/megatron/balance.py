@@ -1,4 +1,4 @@
-"""Experts balanced over sequences or over the whole step: routers' `seq_aux_loss` and `global_aux_loss` under the law."""
+"""Experts balanced over sequences or the whole step: `seq_aux_loss` and `global_aux_loss` under the law."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ _HEAD = re.compile(r"(?:^|\.)mtp\.layers\.(\d+)\.")
 
 
 class _Tokens(NamedTuple):
-    """A micro-batch's tokens in the order in which this rank's routers see them, [n]: their sequences and positions."""
+    """Sequences and positions of a micro-batch's tokens, [n], in the order of this rank's routers."""
 
     rows: Tensor
     positions: Tensor
-    lengths: Tensor  # [B] tokens of each sequence that count
+    lengths: Tensor  # [B] counted tokens of each sequence
 
 
 class _Placed(NamedTuple):
-    """A router, its row in what is counted, and how many tokens it reads ahead: k in head k of multi-token prediction."""
+    """A router, its row in the counts, and how many tokens it reads ahead (k in MTP head k)."""
 
     router: TopKRouter
     slot: int
@@ -43,19 +43,18 @@ class _Placed(NamedTuple):
 
 
 class RouterBalance:
-    """Both losses of all routers of a step, in place of Megatron's, which are of a micro-batch's rows, however filled.
+    """Both losses of a step's routers, replacing Megatron's, which depend on a micro-batch's rows.
 
         seq:    α · 1/N_seq · Σ_b E/(K·n_b²) · Σ_e c_be · Σ_{t ∈ b} p_te       global:  α · E/(K·N²) · Σ_e C_e · Σ_t p_te
 
-    with a token's scores p over E experts, of which it chooses K, and c_be, C_e the choices of e in a sequence and in the
-    step. A sequence's n_b tokens are its prompt and what follows up to the last token that carries loss: the same on
-    padded and on packed rows; rows that carry none are left out, and of a head of multi-token prediction the last tokens, which
-    have nothing ahead that it could read. N_seq and N count over the step. The choices of the whole step
-    are known before the first gradient, from a forward pass without: see `counts_first`. Papers: DeepSeek-V3, arXiv 2412.19437;
-    arXiv 2501.11873.
+    with a token's scores p over E experts, K of them chosen, and c_be, C_e the choices of e in a sequence and in the step.
+    The n_b tokens of a sequence end with the last that carries loss, alike on padded and packed rows; rows without any are
+    left out, and for a head of multi-token prediction the last tokens, which it has nothing ahead to read for. N_seq and N
+    count over the step. A forward pass without gradient counts the step's choices first, see `counts_first`. Papers:
+    DeepSeek-V3, arXiv 2412.19437; arXiv 2501.11873.
 
     Attributes:
-        counts_first: whether the step needs that pass, inside `counting`.
+        counts_first: the step needs that pass, inside `counting`.
     """
 
     def __init__(
@@ -67,11 +66,7 @@ class RouterBalance:
         groups: ParallelGroups,
         divisor: Tensor | int,
     ) -> None:
-        """Take the `divisor` by which Megatron divides what a router adds in backward.
-
-        Raises:
-            ValueError: heads of multi-token prediction that share a layer.
-        """
+        """Take the `divisor` of router losses in backward; ValueError for MTP heads that share a layer."""
         coefficients = balance_coefficients(config)
         if getattr(config, "mtp_use_repeated_layer", False):
             raise ValueError(
@@ -89,7 +84,7 @@ class RouterBalance:
         self._config, self._groups, self._divisor = config, groups, divisor
         lengths = torch.cat([_lengths(batch) for batch in batches])
         ahead = torch.arange(1 + (config.mtp_num_layers or 0), device=lengths.device)
-        counted = (lengths - ahead[:, None]).clamp(min=0)  # of each sequence, as the model and each head see it
+        counted = (lengths - ahead[:, None]).clamp(min=0)  # of each sequence, for the model and each head
         totals = reduce_(torch.stack([(counted > 0).sum(1), counted.sum(1)], dim=1), groups.data)
         self._totals = totals.clamp(min=1).to(torch.float64)
         experts = config.num_moe_experts or 0
@@ -99,7 +94,7 @@ class RouterBalance:
 
     @contextlib.contextmanager
     def installed(self) -> Iterator[None]:
-        """Inside, routers add these losses and leave out Megatron's of the same names."""
+        """Make routers add these losses, without Megatron's of the same names, in a `with` block."""
         for placed in self._routers:
             placed.router.get_aux_loss_coeff = _without(placed.router.get_aux_loss_coeff)
             placed.router.routing = self._routing(placed, placed.router.routing)
@@ -111,7 +106,7 @@ class RouterBalance:
 
     @contextlib.contextmanager
     def counting(self) -> Iterator[None]:
-        """Inside, a forward pass of all micro-batches without gradient counts what tokens choose; one all-reduce a group."""
+        """Count the choices of a `with` block's forward over all micro-batches; one all-reduce a group."""
         self._is_counting = True
         with self.installed():
             yield
@@ -120,7 +115,7 @@ class RouterBalance:
             reduce_(self._chosen, group)
 
     def enter(self, batch: MicroBatch) -> None:
-        """Tell routers whose tokens they will see from now on."""
+        """Set the tokens that routers will read from now on."""
         layout, lengths = batch.input.layout, _lengths(batch)
         places = [each.view(layout.local_shape).t() for each in (layout.sequence_ids, layout.positions)]
         if self._config.sequence_parallel:
@@ -129,7 +124,7 @@ class RouterBalance:
         self._present = _Tokens(rows, positions, lengths)
 
     def follow(self, output: Tensor, batch: MicroBatch) -> None:
-        """Enter the micro-batch again as its backward begins, where recomputed layers run their routers a second time."""
+        """Enter the micro-batch again when its backward begins: recomputed layers rerun their routers."""
         if output.grad_fn is not None:
             output.grad_fn.register_prehook(lambda _: self.enter(batch))
 
@@ -147,7 +142,7 @@ class RouterBalance:
         return routing
 
     def _scores(self, placed: _Placed, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """Scores of this rank's tokens and their choices, [n, E], 0 where a token does not count."""
+        """Return scores and choices of this rank's tokens, [n, E], 0 where a token does not count."""
         assert self._present is not None
         rows, positions, lengths = self._present
         counted = (positions + placed.ahead < lengths[rows])[:, None]
@@ -160,7 +155,7 @@ class RouterBalance:
         return torch.where(counted, scores, 0.0), (chosen & counted).to(torch.float64)
 
     def _loss(self, placed: _Placed, logits: Tensor) -> Tensor:
-        """This rank's part of both losses of a router."""
+        """Compute this rank's part of both losses of a router."""
         assert self._present is not None
         rows, _, lengths = self._present
         scores, chosen = self._scores(placed, logits)
@@ -175,12 +170,12 @@ class RouterBalance:
 
 
 def needs_balance(config: TransformerConfig) -> bool:
-    """Whether a model's routers have one of these losses."""
+    """Return whether a model's routers have one of these losses."""
     return any(balance_coefficients(config).get(kind) for kind in _KINDS)
 
 
 def _lengths(batch: MicroBatch) -> Tensor:
-    """[B] tokens of each sequence up to the last that carries loss, 0 where none does."""
+    """Return [B] tokens of each sequence up to the last that carries loss, 0 without any."""
     valid = valid_tokens(batch.data)
     column = torch.arange(1, valid.shape[1] + 1, device=valid.device)
     return torch.where(valid, column, 0).amax(1)

@@ -1,4 +1,4 @@
-"""Loss callbacks of one step under Megatron's schedule: faults that every rank raises, and counts compared with the data."""
+"""Loss callbacks of a step under Megatron's schedule: faults raised on every rank, counts checked."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ if TYPE_CHECKING:
     from megatron.core.transformer.transformer_config import TransformerConfig
     from torch import Tensor
 
-_of_configs: dict[int, StepOfCallbacks] = {}  # by id, since a config has no hash
+_of_configs: dict[int, StepOfCallbacks] = {}  # by id: a config has no hash
 
 
 def callbacks_of(config: TransformerConfig) -> StepOfCallbacks:
-    """Return the present step of the model with this config."""
+    """Return the current step of the model with this config."""
     key = id(config)
     if key not in _of_configs:
         _of_configs[key] = StepOfCallbacks(config)
@@ -33,17 +33,17 @@ def callbacks_of(config: TransformerConfig) -> StepOfCallbacks:
 
 
 class StepOfCallbacks:
-    """One optimizer step, which ends with the callback of the last micro-batch on this rank's last model chunk.
+    """One optimizer step, up to the callback of the last micro-batch on this rank's last model chunk.
 
-    Where pipeline stages follow each other, a stage that raised at once would leave the next one waiting for its output. So
-    a stage raises once as many micro-batches have begun as stages follow, itself included: then each stage raises.
+    A pipeline stage that raised at once would leave the next one waiting for its output. So a stage raises once as many
+    micro-batches have begun as stages follow, itself included; then every stage raises.
     """
 
     def __init__(self, config: TransformerConfig) -> None:
         self.chunks: int = config.virtual_pipeline_model_parallel_size or 1
         self.shares_experts = bool(config.num_moe_experts) and config.expert_model_parallel_size > 1
         self.steps = 0
-        self.made = 0  # callbacks of the present step
+        self.made = 0  # callbacks of the current step
         self.sums: Tensor | None = None
         self.fault: ValueError | None = None
 
@@ -58,14 +58,14 @@ class StepOfCallbacks:
         ddp: bool,
         loss_fn: object,
     ) -> bool:
-        """Add the step's next callback and raise what is wrong; return whether it is the one before a later step's backward.
+        """Add the step's next callback and raise its faults; return whether a later step's backward follows.
 
-        In the first three steps, or with `set_validation("always")`, ranks of a stage exchange the faults of the first
-        callback, and `counts` are compared with those of the data after the last.
+        In the first three steps, or with `set_validation("always")`, ranks of a stage exchange the first callback's faults,
+        and after the last callback `counts` are compared with those of the data.
 
         Args:
-            check: settings and data; its argument is True for the first callback of all.
-            data: of this micro-batch; None on a stage that has none.
+            check: settings and data; its argument is True for the very first callback.
+            data: of this micro-batch; None on a stage without data.
             counts: by which the loss divides.
             loss_fn: the loss, in which the ranks of a stage must agree.
             ddp: data ranks run the schedule together; without DDP one may be idle, and is not waited for.
@@ -106,7 +106,7 @@ class StepOfCallbacks:
                 except ValueError as error:
                     if stages == 1:
                         raise
-                    # The other stages still work on this step: each raises in its next one.
+                    # the other stages still work on this step: each raises in its next one
                     warn(str(error))
                     self.fault = error
         return looks
@@ -116,7 +116,7 @@ class StepOfCallbacks:
 
     def _count(self, data: Mapping[str, Tensor]) -> None:
         data = with_labels(data)
-        with contextlib.suppress(ValueError):  # a function of the user's may read other data
+        with contextlib.suppress(ValueError):  # a user's function may read other data
             check_masks(data)
             counts = torch.stack(own_counts(data))
             self.sums = counts if self.sums is None else self.sums + counts
@@ -130,7 +130,7 @@ class StepOfCallbacks:
         ddp: bool,
     ) -> None:
         others = groups.data if ddp else None
-        at_least = not ddp and groups.dp_size > 1  # what the other data ranks hold is unknown
+        at_least = not ddp and groups.dp_size > 1  # the other data ranks' counts are unknown
         sums = sums.to(communication_device(others, sums.device)) // self.chunks
         here = sums.tolist()
         step = reduce_(sums, others).clamp_(min=1).tolist()

@@ -1,4 +1,4 @@
-"""The context ranks of a row: Megatron's, another group's for one micro-batch, or none while rolling out."""
+"""Context ranks of a row: Megatron's, another group's for one micro-batch, or none in rollouts."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ if TYPE_CHECKING:
 
 
 class Context(NamedTuple):
-    """The ranks that share a row's tokens, and this one among them.
+    """Ranks that share a row's tokens, and this rank's place.
 
     Attributes:
         size, rank: of the context group. layout: how rows are cut, see `SequenceLayout`.
-        tensor: tensor ranks that split what a context rank holds (sequence parallelism), for which rows are padded.
+        tensor: tensor ranks that split a context rank's tokens (sequence parallelism); rows are padded for them.
     """
 
     size: int = 1
@@ -35,23 +35,20 @@ class Context(NamedTuple):
 
     @classmethod
     def present(cls, layout: CPLayout = "zigzag") -> Context:
-        """Megatron's layout at present."""
         size, rank = parallel_state.get_context_parallel_world_size(), parallel_state.get_context_parallel_rank()
         return cls(size, rank, layout, parallel_state.get_tensor_model_parallel_world_size())
 
     @classmethod
     def of(cls, group: ProcessGroup | None, layout: CPLayout = "zigzag") -> Context:
-        """A group of this micro-batch's own; None is a group of one."""
+        """Return the layout of a micro-batch's own group; None is a group of one."""
         return cls(group_size(group), group_rank(group), layout, parallel_state.get_tensor_model_parallel_world_size())
 
 
-#: a rank by itself, inside `replicas`
+#: a single rank, inside `replicas`
 ALONE = Context()
 
 
 class _Alone:
-    """Stands where a context group is read for its size and rank."""
-
     def size(self) -> int:
         return 1
 
@@ -61,11 +58,10 @@ class _Alone:
 
 @contextlib.contextmanager
 def replicas(models: Sequence[torch.nn.Module]) -> Iterator[None]:
-    """Let every context rank run whole sequences by itself (a data replica) and sequence parallelism is off.
+    """Make every context rank a data replica that runs whole sequences, without sequence parallelism.
 
-    Sequences need no particular length then. Tensor and pipeline parallelism stay. For use without gradients: the
-    gradients of the norms would be summed over the tensor ranks twice.
-
+    Sequences then need no particular length. Tensor and pipeline parallelism stay. For use without gradients: those of norms
+    would be summed over tensor ranks twice.
     >>> with replicas([model]), torch.no_grad():
     ...     inputs = padded_input(torch.tensor([[1, 2, 3]]), ALONE)
     ...     forward_logits(model, inputs).shape
@@ -77,12 +73,10 @@ def replicas(models: Sequence[torch.nn.Module]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def context_group(model: torch.nn.Module, group: ProcessGroup | None) -> Iterator[None]:
-    """Run a model on another context group than Megatron's (dynamic context parallelism); None is a group of one.
+    """Run a model on another context group than Megatron's (dynamic CP) in a `with` block; None: one rank.
 
-    Inside, every rank of the group runs the same forwards. Backward may run outside, unless activations are recomputed.
-
-    Raises:
-        ValueError: a model with activation recomputation, which would take the wrong group.
+    Every rank of the group runs the same forwards; backward may run outside. ValueError for activation recomputation, which
+    would use the wrong group.
     """
     if get_model_config(model).recompute_granularity is not None:
         raise ValueError(
@@ -127,24 +121,24 @@ def _on_group(models: Sequence[torch.nn.Module], group: ProcessGroup | None) -> 
 
 @lru_cache(maxsize=1)
 def _side() -> torch.cuda.Stream:
-    """The stream that the layers' attention shares where Megatron, which started without context ranks, made none."""
+    """Return the attention stream of the layers if Megatron started without context ranks and made none."""
     return torch.cuda.Stream()
 
 
 def _sequence_parallel(model: torch.nn.Module) -> list[tuple[object, str, object]]:
-    """(owner, attribute, value inside): the config, and the flags that Megatron copies from it."""
+    """List (owner, attribute, value inside): the config, and the flags that Megatron copies from it."""
     names = ("sequence_parallel", "reduce_scatter_embeddings")
     owners = [(module, name) for module in model.modules() for name in names if name in vars(module)]
     return [(owner, name, False) for owner, name in [(get_model_config(model), "sequence_parallel"), *owners]]
 
 
 def _context(model: torch.nn.Module, group: ProcessGroup | None) -> list[tuple[object, str, object]]:
-    """The same of the context group: its size in the config, and every holder of it."""
+    """List the same for the context group: its size in the config, and every holder of it."""
     stand_in = _Alone() if group is None else group
     changes: list[tuple[object, str, object]] = [(get_model_config(model), "context_parallel_size", group_size(group))]
     seen: set[int] = set()
     for module in model.modules():
-        # Transformer Engine wants its own setter
+        # Transformer Engine has its own setter
         if not hasattr(module, "set_context_parallel_group") and "cp_group" in vars(module):
             changes.append((module, "cp_group", stand_in))
         collection = getattr(module, "pg_collection", None)
@@ -155,5 +149,5 @@ def _context(model: torch.nn.Module, group: ProcessGroup | None) -> list[tuple[o
 
 
 def _forget_rotations() -> None:
-    # Megatron caches rotary angles per (module, length), not per context group.
+    # Megatron caches rotary angles per (module, length), not per context group
     RotaryEmbedding.forward.cache_clear()

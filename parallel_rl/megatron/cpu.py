@@ -1,8 +1,7 @@
-"""Lets an unmodified megatron-core run on CPU tensors with gloo.
+"""Runs an unmodified megatron-core on CPU tensors with gloo.
 
-Megatron writes `device="cuda"`, `torch.cuda.current_device()` and `tensor.cuda()` throughout. Where no CUDA device
-exists these can only mean the host, so one torch function mode and a handful of replaced `torch.cuda` functions say
-so. Where CUDA exists nothing at all is touched.
+Megatron uses `device="cuda"`, `torch.cuda.current_device()` and `tensor.cuda()` throughout. Without a CUDA device these can
+only mean the host, so a torch function mode and a few replaced `torch.cuda` functions map them. With CUDA nothing changes.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ def _is_cuda(device: object) -> bool:
 
 
 class _HostMode(TorchFunctionMode):
-    """`cuda` means the host; everything else passes through untouched."""
+    """Maps `cuda` to the host; everything else is unchanged."""
 
     def __torch_function__(
         self,
@@ -54,8 +53,7 @@ class _HostMode(TorchFunctionMode):
 
 
 def _type_name(name: object, caller: str) -> object:
-    # Megatron's optimizers tell parameters apart by 'torch.cuda.FloatTensor'; nobody else sees that a host tensor
-    # is not one.
+    # Megatron's optimizers compare parameter types with 'torch.cuda.FloatTensor'
     if isinstance(name, str) and caller.startswith("megatron.") and not name.startswith("torch.cuda."):
         return "torch.cuda." + name.removeprefix(_TYPE_PREFIX)
     return name
@@ -65,15 +63,12 @@ _mode: _HostMode | None = None
 
 
 def enable_cpu() -> bool:
-    """Make megatron-core usable without CUDA in this process (and this thread); call it before a model is built.
+    """Make megatron-core usable without CUDA in this process and thread; call it before a model is built.
 
-    Does nothing where a CUDA device is available, and nothing the second time.
+    Does nothing if a CUDA device is available or when called again; returns whether the CPU replaces CUDA.
 
     >>> enable_cpu() == (not torch.cuda.is_available())
     True
-
-    Returns:
-        True where the CPU stands in for CUDA.
     """
     global _mode
     if torch.cuda.is_available():
@@ -88,7 +83,7 @@ def enable_cpu() -> bool:
 
 @contextlib.contextmanager
 def plain_torch() -> Iterator[None]:
-    """Takes the stand-in away for the length of a `with` block: what is compiled or counted inside sees plain torch."""
+    """Turn the stand-in off in a `with` block: compiled or counted code runs on plain torch."""
     if _mode is None or torch.overrides._get_current_function_mode() is not _mode:
         yield
         return
@@ -101,8 +96,10 @@ def plain_torch() -> Iterator[None]:
 
 @contextlib.contextmanager
 def without_builds() -> Iterator[None]:
-    """Keeps megatron-core 0.15 from building an allocator for GPUs as it is imported where there is none: torch knows no GPU to
-    build for and ends with an IndexError, whereas a folder that cannot be made is an error that Megatron catches."""
+    """Keep megatron-core 0.15 from building a GPU allocator at import without a GPU.
+
+    torch would end with an IndexError; a folder that cannot be made is an error that Megatron catches.
+    """
     name, before = "TORCH_EXTENSIONS_DIR", os.environ.get("TORCH_EXTENSIONS_DIR")
     if torch.cuda.is_available():
         yield
@@ -117,17 +114,16 @@ def without_builds() -> Iterator[None]:
 
 
 class _HostStream:
-    """The one stream of the host, in which everything is done when it is called."""
+    """The host's only stream, where every call is complete when it returns."""
 
     def wait_stream(self, stream: object) -> None:
-        """Do nothing: what was before is done."""
+        """Do nothing: earlier work is done."""
 
     def record_event(self) -> _HostStream:
-        """Return something that is synchronised already."""
         return self
 
     def synchronize(self) -> None:
-        """Do nothing: what was before is done."""
+        """Do nothing: earlier work is done."""
 
 
 def _replace_cuda_functions() -> None:
@@ -176,7 +172,7 @@ def _replace_cuda_functions() -> None:
 
 
 def _name_our_layers() -> None:
-    """Let assertions of Megatron's local layers, which know neither context ranks nor packed rows, name those that do."""
+    """Name our layers in assertions of Megatron's, which support neither context ranks nor packed rows."""
     from megatron.core.transformer.dot_product_attention import DotProductAttention
     from megatron.core.transformer.torch_norm import WrappedTorchNorm
 

@@ -1,4 +1,4 @@
-"""Megatron's schedules without gradients, and broadcasts of what only the last pipeline stage knows."""
+"""Megatron's schedules without gradients, and broadcasts from the last pipeline stage."""
 
 from __future__ import annotations
 
@@ -51,9 +51,9 @@ def forward_only(
         forward: model chunk and micro-batch → the chunk's output (`forward_logits` for a `ModelInput`).
         models: the model chunks of this rank (one, except under an interleaved schedule).
         batches: the micro-batches; as many on every rank.
-        collect: (logits, index of the micro-batch) → anything; called on the last pipeline stage only, in order.
-        seq_length, micro_batch_size: S (packed: T) over all context ranks and B (packed: 1). Only pipelines whose
-            config has `variable_seq_lengths` False read them.
+        collect: (logits, index of the micro-batch) → anything; called in order, on the last pipeline stage only.
+        seq_length, micro_batch_size: S (packed: T) over all context ranks and B (packed: 1); only read by pipelines with
+            `variable_seq_lengths` False.
 
     Returns:
         One result per micro-batch on the last pipeline stage, None on the others.
@@ -81,7 +81,7 @@ def forward_only(
 
 
 def is_last_stage() -> bool:
-    """Whether this rank is on the last pipeline stage, the one that has logits.
+    """Return whether this rank is on the last pipeline stage, which has the logits.
 
     >>> is_last_stage()
     True
@@ -92,14 +92,14 @@ def is_last_stage() -> bool:
 def broadcast_from_last_stage(
     tensor: Tensor | None, *, shape: Sequence[int] | None = None, dtype: torch.dtype | None = None
 ) -> Tensor:
-    """Broadcast the last pipeline stage's tensor to every stage; every rank of the pipeline group calls it.
+    """Broadcast the last pipeline stage's tensor to every stage; all ranks of the group call it.
 
     >>> broadcast_from_last_stage(torch.tensor(3.0))
     tensor(3.)
 
     Args:
-        tensor: on the last stage; the other stages pass None (or anything).
-        shape, dtype: of the tensor, where every stage knows them: one broadcast. Without, a header goes first.
+        tensor: on the last stage; ignored on the others.
+        shape, dtype: of the tensor, if every stage knows them: one broadcast. Otherwise a header is sent first.
 
     Raises:
         ValueError: no tensor on the last stage; only one of shape and dtype; more than 6 dimensions or an unusual dtype.

@@ -1,4 +1,4 @@
-"""FP8 of Transformer Engine's layers: what it asks of the rows of micro-batches, and of how many there are."""
+"""Requirements of Transformer Engine's FP8 on the rows and the number of micro-batches."""
 
 from __future__ import annotations
 
@@ -12,15 +12,11 @@ if TYPE_CHECKING:
 
 
 def positions_unit(config: TransformerConfig) -> int:
-    """Return the number of which a context rank's positions in a micro-batch are a multiple: 1 without FP8.
-
-    >>> positions_unit(config)
-    1
-    """
+    """Return the unit of a context rank's positions in a micro-batch: 1 without FP8."""
     if not config.fp8:
         return 1
     parts = config.tensor_model_parallel_size if config.sequence_parallel else 1
-    unit = 16  # bytes of a matrix's row, as cuBLAS takes them: positions in the product that gives a weight's gradient
+    unit = 16  # bytes of a row for cuBLAS: positions, in the product for a weight's gradient
     if config.fp8_recipe == "mxfp8":
         unit = 32
     elif config.fp8_recipe == "blockwise" and parts > 1:
@@ -29,11 +25,7 @@ def positions_unit(config: TransformerConfig) -> int:
 
 
 def check_positions(config: TransformerConfig, tokens: Iterable[Tensor]) -> None:
-    """Check the tokens of micro-batches on this context rank, [B, S/cp] or packed [1, T/cp].
-
-    Raises:
-        ValueError: Transformer Engine would end in its first layer, or in its backward.
-    """
+    """Raise ValueError for tokens [B, S/cp] or [1, T/cp] on which Transformer Engine would fail."""
     unit = positions_unit(config)
     for each in tokens:
         if each.numel() % unit:
@@ -44,9 +36,5 @@ def check_positions(config: TransformerConfig, tokens: Iterable[Tensor]) -> None
 
 
 def compares_data_ranks(config: TransformerConfig) -> bool:
-    """Whether a forward and a backward take the largest values over data ranks, which then must run as many of them.
-
-    >>> compares_data_ranks(config)
-    False
-    """
+    """Return whether passes reduce maxima over data ranks, which must then run equally many."""
     return bool(config.fp8) and config.fp8_recipe == "delayed" and not config.tp_only_amax_red

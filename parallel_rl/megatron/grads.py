@@ -14,14 +14,14 @@ from torch.nn import Parameter
 
 from parallel_rl.megatron.weights import mark_sinks
 
-_BLOCK = 1 << 22  # elements that are squared in float64 at once: a large gradient is never copied whole
+_BLOCK = 1 << 22  # elements squared in float64 at once, to never copy a large gradient
 
 
 def gradient(parameter: Parameter) -> Tensor | None:
     """Return a parameter's `main_grad` of Megatron's DDP, if there is one, else `grad`.
 
-    Under the distributed optimizer it holds the step's gradient on the data rank's own shard only; with
-    `config.grad_scale_func` (fp16) it is multiplied by the loss scale until the optimizer's step.
+    With the distributed optimizer only the data rank's own shard is valid; with `config.grad_scale_func` (fp16) it is
+    multiplied by the loss scale until the optimizer's step.
 
     >>> gradient(unwrap(model).output_layer.weight).shape
     torch.Size([8, 16])
@@ -32,9 +32,9 @@ def gradient(parameter: Parameter) -> Tensor | None:
 
 @torch.no_grad()
 def copy_main_grads(models: torch.nn.Module | Sequence[torch.nn.Module]) -> None:
-    """Set each parameter's `grad` to its `main_grad` in the parameter's dtype, without the loss scale, for torch's optimizers.
+    """Set each parameter's `grad` from `main_grad` for torch's optimizers, in its dtype, unscaled.
 
-    Call it after `forward_backward` and clipping. In a loop that calls Megatron's schedule itself, call `optimizer.zero_grad()`
+    Call it after `forward_backward` and clipping. If you call Megatron's schedule yourself, call `optimizer.zero_grad()`
     before the next step: DDP adds what is left in `grad` to `main_grad`.
 
     >>> optimizer = torch.optim.AdamW(model.parameters())
@@ -44,10 +44,10 @@ def copy_main_grads(models: torch.nn.Module | Sequence[torch.nn.Module]) -> None
     >>> optimizer.step()
 
     Args:
-        models: chunks wrapped in Megatron's DDP; of others each parameter keeps its `grad`.
+        models: chunks in Megatron's DDP; without it parameters keep their `grad`.
 
     Raises:
-        ValueError: the distributed optimizer's wrapper, under which a data rank holds the gradients of its own shard alone.
+        ValueError: the distributed optimizer, where a data rank holds only the gradients of its own shard.
     """
     models = _listed(models)
     if any(_is_sharded(model) for model in models):
@@ -64,11 +64,10 @@ def copy_main_grads(models: torch.nn.Module | Sequence[torch.nn.Module]) -> None
 
 @torch.no_grad()
 def sum_gradients(models: torch.nn.Module | Sequence[torch.nn.Module]) -> None:
-    """Sum gradients as `finalize_model_grads` does, for models without Megatron's DDP; afterwards `grad` holds ∇L.
+    """Sum gradients as `finalize_model_grads` does, for models without Megatron's DDP; `grad` is then ∇L.
 
-    Sums over data × context (experts: over the ranks that hold the same ones); over tensor ranks where sequence parallelism
-    or a norm on the heads left a part on each; over the first and last stage for tied embeddings. A parameter that got no
-    gradient counts as zero.
+    Sums over data × context ranks (experts: over their replicas); over tensor ranks for parts left by sequence parallelism or
+    head norms; over first and last stage for tied embeddings. A missing gradient counts as zero.
 
     >>> bare = build_model(config, 8, 4)
     >>> forward_logits(bare, padded_input(data["input_ids"])).logsumexp(-1).sum().backward()
@@ -90,13 +89,13 @@ def sum_gradients(models: torch.nn.Module | Sequence[torch.nn.Module]) -> None:
     if experts:
         _sum_flat(experts, parallel_state.get_expert_data_parallel_group())
     _sum_flat(parts, parallel_state.get_tensor_model_parallel_group())
-    # Megatron makes both copies equal at the start and expects equal gradients to keep them so.
+    # Megatron makes both copies equal at the start; equal gradients keep them so
     embedding = parallel_state.get_embedding_group(check_initialized=False)
     if parallel_state.get_pipeline_model_parallel_world_size() > 1 and embedding is not None:
         module = get_attr_wrapped_model(
             models[0 if parallel_state.is_pipeline_first_stage() else -1], "pre_process", return_model_obj=True
         )
-        shared = module.share_embeddings_and_output_weights or config.mtp_num_layers  # its heads look tokens up
+        shared = module.share_embeddings_and_output_weights or config.mtp_num_layers  # MTP heads look tokens up
         if shared and parallel_state.is_rank_in_embedding_group(ignore_virtual=True):
             weight = module.shared_embedding_or_output_weight()
             _sum_flat([weight.grad] if weight.requires_grad else [], embedding)
@@ -104,12 +103,11 @@ def sum_gradients(models: torch.nn.Module | Sequence[torch.nn.Module]) -> None:
 
 @torch.no_grad()
 def grad_norm(models: torch.nn.Module | Sequence[torch.nn.Module]) -> Tensor:
-    """‖∇L‖₂ over the whole model, a float64 scalar, the same bits on every rank of the model parallel group.
+    """Return ‖∇L‖₂ of the whole model, float64, with the same bits on every model parallel rank.
 
-    Replicated parameters count on one tensor rank, tied embeddings on one stage, experts on the ranks that they are spread
-    over; under the distributed optimizer each data rank counts its own shard. Call it after `finalize_model_grads` or
-    `sum_gradients`, and before the optimizer's step: the norm is divided by the loss scale of `config.grad_scale_func` (fp16).
-
+    Replicated parameters count on one tensor rank, tied embeddings on one stage, experts on the ranks that hold them, and
+    with the distributed optimizer each data rank's own shard. Call it after `finalize_model_grads` or `sum_gradients`, before
+    the optimizer's step: it divides by the loss scale of `config.grad_scale_func` (fp16).
     >>> model.zero_grad_buffer()
     >>> grad_norm(model)
     tensor(0., dtype=torch.float64)
@@ -135,12 +133,11 @@ def grad_norm(models: torch.nn.Module | Sequence[torch.nn.Module]) -> Tensor:
 def clip_grads_(models: torch.nn.Module | Sequence[torch.nn.Module], max_norm: float, norm: Tensor) -> None:
     """Scale the gradients by min(1, max_norm / (norm + 1e-6)), in place, without a host sync.
 
-    With a loss scale (fp16) they stay multiplied by it, as Megatron's optimizer expects them.
-
+    A loss scale (fp16) stays in them, as Megatron's optimizer expects.
     >>> clip_grads_(model, 1.0, grad_norm(model))
 
     Args:
-        norm: that of `grad_norm`.
+        norm: from `grad_norm`.
 
     Raises:
         ValueError: max_norm not above 0.
@@ -158,7 +155,7 @@ def _listed(models: torch.nn.Module | Sequence[torch.nn.Module]) -> Sequence[tor
 
 
 def _loss_scale(models: Sequence[torch.nn.Module], like: Tensor) -> Tensor | None:
-    """The factor by which Megatron's schedule multiplied the loss, a scalar on the device of `like`; None without one."""
+    """Return the factor of Megatron's schedule on the loss, on the device of `like`, or None."""
     scaled: Callable[[Tensor], Tensor] | None = get_model_config(models[0]).grad_scale_func
     return None if scaled is None else scaled(torch.ones((), device=like.device)).to(like).reshape(())
 
@@ -171,7 +168,7 @@ def _named(models: Sequence[torch.nn.Module]) -> Iterator[tuple[str, Parameter]]
 
 
 def _own(models: Sequence[torch.nn.Module]) -> Iterator[tuple[Parameter, Tensor]]:
-    """Each parameter and its gradient on this rank; under the distributed optimizer what lies in this data rank's shards."""
+    """Iterate over parameters and their gradients on this rank; only its shards if they are sharded."""
     for model in models:
         if not _is_sharded(model):
             for _, parameter in _named([model]):
@@ -191,24 +188,22 @@ def _own(models: Sequence[torch.nn.Module]) -> Iterator[tuple[Parameter, Tensor]
 
 
 def _is_sharded(model: torch.nn.Module) -> bool:
-    """Whether data ranks each hold a shard of the reduced gradients."""
     settings = getattr(model, "ddp_config", None)
     return settings is not None and settings.use_distributed_optimizer
 
 
 def _data_group(models: Sequence[torch.nn.Module], buffers: str) -> dist.ProcessGroup | None:
-    """The data ranks among which gradients are sharded, if they are."""
+    """Return the data ranks among which gradients are sharded, if they are."""
     found = [buffer for model in models if _is_sharded(model) for buffer in getattr(model, buffers)]
     return found[0].data_parallel_group if found else None
 
 
 def _is_expert(parameter: Parameter) -> bool:
-    """Whether a parameter is spread over expert parallel ranks, with replicas of its own."""
     return not getattr(parameter, "allreduce", True)
 
 
 def _is_duplicate(parameter: Parameter, expert: bool) -> bool:
-    """Whether another tensor rank counts this parameter."""
+    """Return whether another tensor rank counts this parameter."""
     if getattr(parameter, "tensor_model_parallel", False):
         return False
     state = parallel_state
@@ -217,7 +212,7 @@ def _is_duplicate(parameter: Parameter, expert: bool) -> bool:
 
 
 def _gathered_sum(value: Tensor, *groups: dist.ProcessGroup | None) -> Tensor:
-    """The sum over groups, added in rank order: an all-reduce may round differently on different ranks."""
+    """Sum over groups in rank order: an all-reduce may round differently on different ranks."""
     for group in groups:
         if group is not None:
             parts = [torch.empty_like(value) for _ in range(dist.get_world_size(group))]
@@ -227,7 +222,7 @@ def _gathered_sum(value: Tensor, *groups: dist.ProcessGroup | None) -> Tensor:
 
 
 def _sum_flat(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> None:
-    """One all-reduce per dtype."""
+    """Sum tensors in place, with one all-reduce per dtype."""
     if dist.get_world_size(group) == 1:
         return
     for dtype in sorted({tensor.dtype for tensor in tensors}, key=str):

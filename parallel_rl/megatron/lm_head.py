@@ -1,4 +1,4 @@
-"""The fused LM head on a GPTModel: the model gives hidden states, and the loss projects them a chunk at a time."""
+"""Fused LM head on a GPTModel: the model returns hidden states, and the loss projects them in chunks."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from parallel_rl.vocab.linear.lm_head import LMHeadInput
 from parallel_rl.vocab.linear.main_grad import let_others_add
 from parallel_rl.vocab.linear.plan import LinearMode, check_mode
 
-#: models, wrapped or not, whose output says that it is hidden states
+#: models, wrapped or not, whose output is marked as hidden states
 _MARKED: WeakSet[torch.nn.Module] = WeakSet()
 
 
 @dataclass(eq=False)
 class FusedHead:
-    """Stands in the place of a model chunk's output layer, whose module, parameters and hooks stay as they are.
+    """Replaces the forward of a model chunk's output layer; module, parameters and hooks are kept.
 
-    The forward of the module is answered by this object: the model's output is then hidden states [B, S/cp, D] (under
-    sequence parallelism [B, S/cp/tp, D]), which a call of it makes the first argument of a loss or of `token_logprobs`:
+    The model then returns hidden states [B, S/cp, D] (under sequence parallelism [B, S/cp/tp, D]). A call turns them into the
+    first argument of a loss or of `token_logprobs`:
 
         head = fuse_head(model)
         loss, metrics = loss_fn(head(forward_logits(model, inputs)), data, ...)
@@ -35,7 +35,7 @@ class FusedHead:
         with head.logits():   # for sampling
             ...
 
-    Chunks without an output layer have none to fuse; there a call gives its argument back.
+    On chunks without an output layer a call returns its argument.
     """
 
     model: GPTModel
@@ -45,11 +45,11 @@ class FusedHead:
     logit_scale: float = 1.0
 
     def __call__(self, output: Tensor, rows: int | None = None) -> Tensor | LMHeadInput:
-        """The model's output as the input of a loss; logits, while `logits()` is on, as they are.
+        """Turn the model's output into a loss's input; logits, inside `logits()`, are returned unchanged.
 
         Args:
-            rows: no rank's hidden states have more rows that carry loss, see `LMHeadInput`. The number of valid tokens of the
-                micro-batch, which the host knows that made it, will do.
+            rows: upper bound of loss-carrying rows on any rank, see `LMHeadInput`; e.g. the micro-batch's valid tokens, known
+                on the host.
         """
         if not is_fused(self.model):
             return output
@@ -76,13 +76,13 @@ class FusedHead:
 
     @property
     def sequence_parts(self) -> int:
-        """Equal cuts of a context rank's sequence, one on each tensor rank: tp under sequence parallelism, else 1."""
+        """Return the number of cuts of a context rank's sequence: tp if sequence parallel, else 1."""
         config = self.model.config
         return int(config.tensor_model_parallel_size) if config.sequence_parallel else 1
 
     @contextlib.contextmanager
     def logits(self) -> Iterator[None]:
-        """Inside, the model gives logits."""
+        """Make the model return logits in a `with` block."""
         self.remove()
         try:
             yield
@@ -92,7 +92,7 @@ class FusedHead:
     def install(self) -> None:
         """Make the model return hidden states."""
         if self.model.post_process:
-            # On the instance: the module keeps its class, its parameters' names, and the hooks that gather parameters.
+            # on the instance: class, parameter names and parameter-gathering hooks stay
             self.model.output_layer.forward = _hidden_states
 
     def remove(self) -> None:
@@ -102,7 +102,7 @@ class FusedHead:
 
 
 def is_fused(model: torch.nn.Module) -> bool:
-    """Whether this model chunk gives hidden states to a `FusedHead` at present."""
+    """Return whether this model chunk currently returns hidden states for a `FusedHead`."""
     inner = unwrap(model)
     return bool(inner.post_process) and "forward" in vars(inner.output_layer)
 
@@ -115,7 +115,6 @@ def _mark_output(model: torch.nn.Module, _inputs: object, output: object) -> Non
 def _hidden_states(
     hidden: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None
 ) -> tuple[Tensor, None]:
-    """Replace the forward of Megatron's output layer by the identity."""
     return hidden, None
 
 
@@ -129,8 +128,8 @@ def fuse_head(
 ) -> FusedHead:
     """Install a `FusedHead` on a model chunk, wrapped or not; `remove()` takes it off.
 
-    Where Megatron's data parallelism made a `main_grad`, the weight's gradient is added to it in backward, unscaled, whether
-    `gradient_accumulation_fusion` is on or not (factor 1: what Megatron multiplies later it multiplies for all parameters).
+    With a `main_grad` of Megatron's data parallelism, backward adds the weight's gradient to it unscaled, with or without
+    `gradient_accumulation_fusion` (Megatron's later factors apply to all parameters).
 
     >>> head = fuse_head(model)
     >>> type(head(forward_logits(model, padded_input(data["input_ids"])))).__name__
@@ -142,8 +141,8 @@ def fuse_head(
         mode, budget, softcap, logit_scale: see `LMHeadInput`.
 
     Raises:
-        ValueError: a model whose output layer does not give this rank's columns of logits from hidden states alone (another
-            head, gathered output, deferred weight gradients), a mode or budget that is not valid.
+        ValueError: an output layer that does not return this rank's logits from hidden states alone (another head, gathered
+            output, deferred weight gradients); an invalid mode or budget.
     """
     check_mode(mode, budget, None)
     inner = unwrap(model)

@@ -14,13 +14,13 @@ _SUMMED = ("share", "count", "ratio")
 def numerator_denominator(
     metrics: Metrics, num_microbatches: int, *, groups: ParallelGroups | None = None
 ) -> dict[str, Tensor]:
-    """Turn one micro-batch's metrics into the dict that a loss callback returns to `train_step` under `pretrain()`.
+    """Turn one micro-batch's metrics into the dict that a loss callback returns to `train_step`.
 
         logged = Σ numerator / Σ denominator    over micro-batches, data and context ranks
 
-    `train_step` sums pairs [numerator, denominator] over them and divides, so that the log has the numbers of the global batch:
-    a sum over the step gets denominators that add up to 1. Extrema and ratios of squares are left out: no sum of pairs gives
-    them (`reduce_metrics` does).
+    `train_step` under `pretrain()` sums pairs [numerator, denominator] and divides, so the log has the global batch's
+    numbers: a sum over the step gets denominators that add up to 1. Extrema and ratios of squares have no such pairs and are
+    left out (see `reduce_metrics`).
 
     >>> counts = count_valid(data)
     >>> loss_func = megatron_loss_func(NLLLoss(), data, *counts, config=config, num_microbatches=1)
@@ -34,7 +34,7 @@ def numerator_denominator(
         groups: defaults to `ParallelGroups.from_megatron()`.
 
     Returns:
-        name → [2] float64, on the metrics' device; without a host sync.
+        name → [2] float64, on the metrics' device, without a host sync.
 
     Raises:
         ValueError: num_microbatches below 1.

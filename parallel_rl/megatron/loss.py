@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 class LossReport(TypedDict):
-    """Result of one micro-batch, on the last stage: this rank's share of the loss, and the metrics for `reduce_metrics`."""
+    """One micro-batch's result on the last stage: this rank's share of the loss, and its metrics."""
 
     loss: Tensor
     metrics: Metrics
@@ -58,63 +58,62 @@ def megatron_loss_func(
     mtp_loss: NLLLoss | None = None,
     allow_dropout: bool = False,
 ) -> Callable[[Tensor], LossResult]:
-    """Make the loss callback that a forward step returns to `get_forward_backward_func`, such that the law holds.
+    """Make the loss callback that a forward step returns to `get_forward_backward_func`, under the law.
 
-    The gradients that the optimizer sees are Σ over data and context ranks and micro-batches of ∇share = ∇L, whatever
-    the number of micro-batches and ranks and whether `calculate_per_token_loss` is set:
+    The optimizer's gradients are Σ over data and context ranks and micro-batches of ∇share = ∇L, for any number of
+    micro-batches and ranks, with or without `calculate_per_token_loss`:
 
     - calculate_per_token_loss: (L, 0, report); nothing is scaled.
-    - calculate_per_token_loss with auxiliary losses of experts: (L·R, r, report) with Σr = R, the tokens that routers see:
-      Megatron multiplies an auxiliary loss by those of the micro-batch and relies on the division by Σr in
-      `finalize_model_grads`. Each micro-batch's auxiliary loss so weighs as its tokens; otherwise each weighs the same.
-    - otherwise: (L·M·DP, report) under Megatron's DDP, (L·M/CP, report) without; the schedule multiplies by CP/M and
-      DDP by 1/(DP·CP).
+    - calculate_per_token_loss with auxiliary losses of experts: (L·R, r, report) with Σr = R, the tokens that routers read.
+    Megatron multiplies an auxiliary loss by those of the micro-batch and divides by Σr in `finalize_model_grads`, so
+    micro-batches weigh by their tokens; otherwise all weigh the same.
+    - otherwise: (L·M·DP, report) under Megatron's DDP, (L·M/CP, report) without; the schedule multiplies by CP/M and DDP by
+    1/(DP·CP).
 
     >>> counts = count_valid(data)
     >>> loss_func = megatron_loss_func(NLLLoss(), data, *counts, config=config, num_microbatches=1)
     >>> loss_func(torch.zeros(2, 4, 8))[-1]["loss"]  # log 8
     tensor(2.0794)
 
-    Each call checks settings, and the shapes and dtypes of fields, on the host. The first three steps of a config (each one
-    with `set_validation("always")`) also look at the values of fields, exchange faults over the ranks of a pipeline stage,
-    compare the data ranks' numbers of micro-batches under expert parallelism, and compare the counts with those of the step's
-    micro-batches, for which the host waits. In backward they warn of a gradient that a function around the callback scaled.
-    Pipeline stages raise a fault once as many micro-batches have begun as stages follow; they warn of wrong counts, and raise
-    them in the next step. Without gradients (`torch.no_grad()`) only the call itself is checked.
+    Each call checks settings, shapes and dtypes on the host. The first three steps of a config (all with
+    `set_validation("always")`) also check values, exchange faults within a pipeline stage, compare data ranks' numbers of
+    micro-batches under expert parallelism, and compare the counts with the step's data; the host waits for this. In backward
+    they warn of a gradient scaled around the callback. Pipeline stages raise a fault once as many micro-batches have begun as
+    stages follow; wrong counts warn, and raise in the next step. Under `torch.no_grad()` only the call itself is checked.
 
-    Before each step call both `model.zero_grad_buffer()` and `optimizer.zero_grad()`: DDP adds what is left in `grad` to the
-    next step's gradient, of which the second and third step warn.
+    Before each step call `model.zero_grad_buffer()` and `optimizer.zero_grad()`: DDP adds what is left in `grad` to the next
+    gradient. The second and third step warn of it.
 
     Args:
-        loss_fn: any function with the call of `LossFn`; it returns this rank's share and its metrics. One that needs
-            statistics of the step comes as `functools.partial(loss_fn, statistics=...)`.
-        data: the whole, token-aligned tensors of this micro-batch, the same on each pipeline stage; None on a stage without
-            data, such as Megatron-LM's stages between the first and the last.
+        loss_fn: any function with the call of `LossFn`; it returns this rank's share and its metrics. If it needs statistics
+            of the step, pass `functools.partial(loss_fn, statistics=...)`.
+        data: whole, token-aligned tensors of this micro-batch, the same on each pipeline stage; None on a stage without data,
+            such as Megatron-LM's middle stages.
         global_valid_seqs, global_valid_toks: from `count_valid` over all micro-batches of the step and all data ranks.
         config: the model's config; `calculate_per_token_loss` and the experts are read from it.
         num_microbatches: M of the schedule.
-        ddp: whether the model is wrapped in Megatron's DDP with `finalize_model_grads_func` set. False: the gradients
-            are summed over data × context by `sum_gradients` or by the caller.
+        ddp: the model is in Megatron's DDP with `finalize_model_grads_func` set. False: gradients are summed over data ×
+            context by `sum_gradients` or by you.
         groups: defaults to `ParallelGroups.from_megatron()`.
-        head: of the model, where `fuse_head` installed one.
+        head: from `fuse_head`, if the model has one.
         routed: this micro-batch's of `count_routed`; needed with auxiliary losses under calculate_per_token_loss.
         mtp_loss: trains the heads of multi-token prediction, see `forward_backward`; the model's output is then that of
-            `forward_logits(model, inputs, mtp=True)`. None leaves them as they are.
-        allow_dropout: train with the config's dropout, with which the numbers depend on the layout.
+            `forward_logits(model, inputs, mtp=True)`. None: they do not train.
+        allow_dropout: allow the config's dropout, which makes numbers depend on the layout.
 
     Returns:
         logits [B, S/cp, V/tp] → what the schedule expects. Its report holds the unscaled share.
 
     Raises:
-        ValueError: num_microbatches below 1; `ddp` that contradicts `config.finalize_model_grads_func`; dropout beside a loss
-            that reads recorded log-probs; a field that is missing or of another shape, dtype or value; missing statistics;
-            counts of other micro-batches than the step's; auxiliary losses without DDP, or without `routed` where it is needed;
-            see `check_auxiliary_losses`.
+        ValueError: num_microbatches below 1; `ddp` that contradicts `config.finalize_model_grads_func`; dropout with a loss
+            that reads recorded log-probs; a field that is missing or of a wrong shape, dtype or value; missing statistics;
+            counts of other micro-batches than the step's; auxiliary losses without DDP, or without a needed `routed`; see
+            `check_auxiliary_losses`.
     """
     where = groups or ParallelGroups.from_megatron()
     counts = (global_valid_seqs, global_valid_toks)
     whole = loss_fn.func if isinstance(loss_fn, partial) else loss_fn
-    trains = torch.is_grad_enabled()  # Megatron's evaluation runs without
+    trains = torch.is_grad_enabled()  # Megatron's evaluation runs without gradients
 
     def check(first: bool) -> None:
         refuse_name_and_class(whole)
@@ -142,7 +141,7 @@ def megatron_loss_func(
             whole.check_inputs(labelled, values=checked)
             if checked:
                 check_counts(*counts, labelled)
-                if "input_ids" in data:  # what the model reads; labels that are shifted already say nothing of it
+                if "input_ids" in data:  # input_ids of the model; pre-shifted labels do not replace them
                     check_ids(data, None, whole)
             if first and dist.get_rank() == 0:
                 warn_of_prompts([labelled], whole.requirements)
@@ -200,11 +199,7 @@ def megatron_loss_func(
 def check_scaling(
     config: TransformerConfig, num_microbatches: int, ddp: bool, routed: RoutedTokens | None = None
 ) -> None:
-    """Refuse what `scaled_loss_func` cannot undo.
-
-    Raises:
-        ValueError: num_microbatches below 1; auxiliary losses without DDP, or without `routed` where it is needed.
-    """
+    """Raise ValueError for num_microbatches below 1, or auxiliary losses without DDP or a needed `routed`."""
     if num_microbatches < 1:
         raise ValueError(f"num_microbatches = {num_microbatches} must be at least 1")
     auxiliary = has_auxiliary_loss(config)
@@ -238,23 +233,22 @@ def scaled_loss_func(
     groups: ParallelGroups,
     routed: RoutedTokens | None = None,
 ) -> Callable[[Tensor], LossResult]:
-    """`megatron_loss_func` for any function from the model's output to this rank's share of the loss and its metrics."""
+    """Make the callback of `megatron_loss_func` from a function of the output to share and metrics."""
     auxiliary = has_auxiliary_loss(config)  # multi-token prediction is in the share, see `add_mtp_loss`
 
     def loss_func(output: Tensor) -> LossResult:
         with plain_torch():
             loss, metrics = share(output)
-        # The schedule divides in place, so what is reported must not share memory with what is returned.
+        # the schedule divides in place: the report must not share memory
         report = LossReport(loss=loss.detach().clone(), metrics=metrics)
         if not config.calculate_per_token_loss:
             return loss * (num_microbatches * groups.dp_size if ddp else num_microbatches / groups.cp_size), report
         if not auxiliary or routed is None:
             return loss, torch.zeros((), dtype=torch.int, device=loss.device), report
-        # finalize_model_grads multiplies by 1.0 / Σr, rounded to torch's default dtype; dividing by the same number
-        # loses nothing.
+        # finalize_model_grads multiplies by 1.0 / Σr in torch's default dtype: dividing by the same number is exact
         scaling = (1.0 / routed.step.to(torch.int)).to(loss)
-        # Counted on one context rank only: Megatron sums over data × context, and the ranks' parts of an auxiliary loss, each
-        # times the same number, add up to all of it times that number.
+        # on one context rank only: Megatron sums over data × context, and the ranks' parts of an auxiliary loss, multiplied
+        # by the same number, add up
         here = loss.new_full((), routed.here if groups.cp_rank == 0 else 0, dtype=torch.int)
         return loss / scaling, here, report
 

@@ -1,4 +1,4 @@
-"""A micro-batch: the model's input on this rank, and the whole data of the same sequences for the loss."""
+"""A micro-batch: the model's input on this rank, and the whole data of its sequences for the loss."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ ContextGroup: TypeAlias = ProcessGroup | Literal["model"] | None
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Made once by `padded_batch`, `packed_batch` or `tree_batch`, then scored and trained on as often as one likes.
+    """Input and data of a micro-batch, reusable for scoring and training.
 
     Attributes:
-        input: what `forward_logits` takes.
+        input: the input of `forward_logits`.
         data: whole, token-aligned tensors for the loss: input_ids [B, S], token_mask [B, S], sample_mask [B], ...
         packed: the bounds of packed sequences; None for padded rows.
-        carries: [B, S/cp], packed [1, T/cp], bool, on the host: this rank's positions that carry loss. None where only a
-            device knows them.
-        heads: fields for the loss in the order of the logits that are hidden states and a head: a teacher's.
-        context_group: that shares these rows: the model's, or one of the micro-batch's own, see `forward_backward`.
+        carries: [B, S/cp], packed [1, T/cp], bool, on the host: this rank's loss-carrying positions; None if only a device
+            knows.
+        heads: the loss's fields in logits order given as hidden states and a head: a teacher's.
+        context_group: the ranks that share these rows: the model's, or the micro-batch's own, see `forward_backward`.
     """
 
     input: ModelInput
@@ -52,21 +52,21 @@ class MicroBatch:
 
     @property
     def width(self) -> int:
-        """S of padded rows, T of a packed one: positions over all context ranks."""
+        """Return S of padded rows, T of a packed one: positions over all context ranks."""
         return self.input.tokens.shape[1] * self.input.context.size
 
     def with_data(self, **fields: Tensor | LMHeadInput) -> Self:
-        """Add fields for the loss, such as old log-probs, or `loss_input` of a teacher's output as `teacher_logits`."""
+        """Add fields for the loss, such as old log-probs, or a teacher's `loss_input` as `teacher_logits`."""
         heads = {name: value for name, value in fields.items() if isinstance(value, LMHeadInput)}
         tensors = {name: value for name, value in fields.items() if isinstance(value, Tensor)}
         return replace(self, data={**self.data, **tensors}, heads={**self.heads, **heads})
 
     def loss_input(self, output: Tensor, head: FusedHead | None) -> Tensor | LMHeadInput:
-        """The model's output as a loss takes it: through `head`, which projects only the rows that carry loss."""
+        """Return the model's output as a loss takes it, through `head` with this batch's bound of rows."""
         return output if head is None else head(output, self._rows(head.sequence_parts))
 
     def _rows(self, parts: int) -> int | None:
-        """Positions that carry loss in the largest of `parts` equal cuts of this rank's sequence; no wait for a device."""
+        """Return the largest number of loss positions in `parts` equal cuts of the sequence, without a wait."""
         if self.carries is None:
             return None
         return int(self.carries.view(self.carries.shape[0], parts, -1).sum((0, 2)).max())
@@ -79,7 +79,7 @@ def padded_batch(
     context_group: ContextGroup = "model",
     cp_layout: CPLayout = "zigzag",
 ) -> MicroBatch:
-    """Rows as they are, right-padded to one width S.
+    """Make a micro-batch of rows right-padded to one width S.
 
     >>> padded_batch(data).input.tokens.shape
     torch.Size([2, 4])
@@ -87,11 +87,11 @@ def padded_batch(
     Args:
         data: input_ids [B, S], token_mask [B, S], sample_mask [B] and the loss's fields, the same on every tensor, context
             and pipeline rank.
-        device: where `data` goes; None leaves it where it is. From host tensors a fused head knows the rows that it may
-            skip; from device tensors it projects all.
-        context_group: the ranks that share these rows, which all pass the same: "model" is Megatron's context group, any other
-            is dynamic context parallelism, None a rank alone.
-        cp_layout: how they cut them; that of `build_config` and of the loss.
+        device: of `data` from now on; None keeps it. From host tensors a fused head knows which rows it may skip; from device
+            tensors it projects all.
+        context_group: the ranks that share these rows, the same on all of them: "model" is Megatron's context group, others
+            are dynamic context parallelism, None is a single rank.
+        cp_layout: how they cut the rows, as in `build_config` and the loss.
 
     Raises:
         ValueError: data without input_ids or masks; a width that does not suit the layout, see `padded_input`.
@@ -111,7 +111,7 @@ def packed_batch(
     context_group: ContextGroup = "model",
     cp_layout: CPLayout = "zigzag",
 ) -> MicroBatch:
-    """The rows' true sequences one after the other in one row; `data` stays [B, S].
+    """Pack the rows' true sequences one after the other into one row; `data` stays [B, S].
 
     >>> packed_batch(data, torch.tensor([4, 3])).input.tokens.shape
     torch.Size([1, 7])
@@ -140,7 +140,7 @@ def tree_batch(
     device: torch.device | None = None,
     cp_layout: CPLayout = "zigzag",
 ) -> MicroBatch:
-    """The rows' true sequences in one row that holds each shared prefix once; `data` stays [B, S].
+    """Put the rows' true sequences into one row that holds each shared prefix once; `data` stays [B, S].
 
     >>> tree_batch(data, torch.tensor([4, 3])).input.tokens.shape
     torch.Size([1, 7])
@@ -148,9 +148,9 @@ def tree_batch(
     Args:
         data, device, cp_layout: see `padded_batch`.
         lengths: [B] true lengths.
-        alike: fields of the data that must agree before two tokens are stored once, see `build_tree`.
+        alike: data fields that must agree for two tokens to be stored once, see `build_tree`.
         scored: [B, S] the tokens that may carry loss; None: where token_mask is not 0.
-        total: T, where the row shall have a fixed length, as pipeline stages need.
+        total: T of a row of fixed length, as pipeline stages need.
 
     Raises:
         ValueError: data without input_ids or masks, lengths or a `total` that do not fit.
@@ -203,11 +203,7 @@ def _micro_batch(
 
 
 def _checked_ids(data: Mapping[str, Tensor]) -> Tensor:
-    """Return input_ids [B, S], once labels, masks and padding of the data are checked.
-
-    Raises:
-        ValueError: names what does not fit.
-    """
+    """Return input_ids [B, S] after checks of labels, masks and padding; raises ValueError."""
     check_labels(data)
     check_masks(data)
     ids = data.get("input_ids")

@@ -1,4 +1,4 @@
-"""Groups and GPT models of megatron-core, on GPUs with Transformer Engine and on CPUs without."""
+"""GPT models of megatron-core, on GPUs with Transformer Engine and on CPUs without."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from parallel_rl.megatron.scalar_head import replace_head
 from parallel_rl.megatron.weights import initialize_weights, mark_parameters, mark_sinks
 
 PositionEmbedding = Literal["rope", "learned_absolute"]
-#: fields of TransformerConfig that ask for other layers than `layer_spec` gives, with the value that asks for none
+#: fields of TransformerConfig for other layers than `layer_spec` returns, with the value that turns them off
 _OTHER_LAYERS = {
     "experimental_attention_variant": None,
     "heterogeneous_block_specs": False,
@@ -44,13 +44,13 @@ _OTHER_LAYERS = {
 
 
 def layer_spec(config: TransformerConfig) -> ModuleSpec | TransformerBlockSubmodules:
-    """Return Transformer Engine's layers where `has_transformer_engine`, else Megatron's ones with our norm and attention.
+    """Return Transformer Engine's layers if possible, else Megatron's with our norm and attention.
 
     >>> layer_spec(config).module.__name__
     'TransformerLayer'
 
     Raises:
-        ValueError: a field that asks for other layers, which would be left out without a word.
+        ValueError: a field for other layers, which would silently have no effect.
     """
     for name, value in _OTHER_LAYERS.items():
         if (found := getattr(config, name, value)) != value:
@@ -58,7 +58,7 @@ def layer_spec(config: TransformerConfig) -> ModuleSpec | TransformerBlockSubmod
                 f"{name} = {found!r} has no effect on these layers; build the GPTModel from Megatron's spec for it"
             )
     if not hasattr(moe_utils, "te_general_gemm"):
-        moe_utils.te_general_gemm = None  # 0.16 asks for it without having made it where the engine is not installed
+        moe_utils.te_general_gemm = None  # 0.16 reads it, but does not define it without the engine
     if has_transformer_engine(config.params_dtype):
         return get_gpt_layer_with_transformer_engine_spec(
             num_experts=config.num_moe_experts,
@@ -76,7 +76,7 @@ def layer_spec(config: TransformerConfig) -> ModuleSpec | TransformerBlockSubmod
 
 
 def _mtp_spec(config: TransformerConfig, vp_stage: int | None) -> MultiTokenPredictionBlockSubmodules | None:
-    """The heads of multi-token prediction, on the last stage of a config that has `mtp_num_layers`."""
+    """Return the heads of multi-token prediction, on the last stage of a config with `mtp_num_layers`."""
     if not config.mtp_num_layers:
         return None
     engine = has_transformer_engine(config.params_dtype)
@@ -88,7 +88,7 @@ def _mtp_spec(config: TransformerConfig, vp_stage: int | None) -> MultiTokenPred
 
 
 def padded_vocab_size(vocab_size: int, multiple: int = 1) -> int:
-    """The smallest multiple of `multiple` × the tensor parallel size that is ≥ `vocab_size`.
+    """Round `vocab_size` up to a multiple of `multiple` × the tensor parallel size.
 
     >>> padded_vocab_size(31, multiple=8)
     32
@@ -120,22 +120,22 @@ def build_model(
 
     Args:
         config: from `build_config`.
-        vocab_size: V. The embedding and the head are padded to a multiple of `vocab_multiple` × tp; hand the
-            true V to the losses as `vocab_size=`, they then leave the padding out.
-        max_sequence_length: the longest sequence (learned positions have as many rows).
+        vocab_size: V. Embedding and head are padded to a multiple of `vocab_multiple` × tp; pass the true V to losses as
+            `vocab_size=`, which then exclude the padding.
+        max_sequence_length: the longest sequence (rows of learned positions).
         position_embedding: rotary or learned.
         rope_scaling: Llama 3.1's stretching of rotary positions.
         tie_embeddings: one matrix for embedding and LM head.
         scalar_head: one output a position (`ScalarHead`) in place of logits: a critic or a reward model.
         seed: of the weights.
-        draw_weights: False leaves the matrices as they were allotted: something will be loaded.
+        draw_weights: False leaves matrices uninitialised, for a later load.
         vp_stage: which model chunk of this stage, for an interleaved schedule.
 
     Returns:
-        The model: its forward gives logits [B, S/cp, V_padded/tp] (or [B, S/cp, 1]) on the last pipeline stage.
+        The model: on the last pipeline stage its forward returns logits [B, S/cp, V_padded/tp] (or [B, S/cp, 1]).
 
     Raises:
-        ValueError: a size below 1, an unknown position embedding, rope_scaling without rotary positions, tied embeddings or
+        ValueError: a size below 1; an unknown position embedding; rope_scaling without rotary positions; tied embeddings or
             multi-token prediction with a scalar head.
     """
     if vocab_size < 1 or max_sequence_length < 1:
@@ -166,8 +166,7 @@ def build_model(
         raise ValueError("cp_layout = 'contiguous' is incompatible with mtp_num_layers: Megatron rolls tokens zigzag")
     spec = layer_spec(config)
     if not has_transformer_engine(config.params_dtype):
-        # A bare layer spec would get Megatron's own final norm, which does not know sequence parallelism without TE
-        # or Apex.
+        # Megatron's own final norm needs TE or Apex for sequence parallelism
         layers = get_num_layers_to_build(config, vp_stage)
         spec = TransformerBlockSubmodules(layer_specs=[spec] * layers, layer_norm=ShardedNorm)
     with contextlib.nullcontext() if draw_weights else _not_drawn(config):
@@ -192,13 +191,13 @@ def build_model(
     if scalar_head:
         replace_head(model)
     if tie_embeddings and model.mtp_process and not model.pre_process:
-        # Its heads look tokens up, so the embedding is here and is the head; Megatron allots a second one that nothing reads.
+        # MTP heads look tokens up, so the embedding here is the head; Megatron allocates a second one that is never read
         model.output_layer.register_parameter("weight", None)
     model.to(device=current_device())
-    # Megatron makes learned positions in torch's default dtype; without Float16Module nobody would cast them.
+    # Megatron makes learned positions in torch's default dtype, and without Float16Module they stay so
     model.to(dtype=config.params_dtype)
     mark_parameters(model)
-    # for who describes the model to others: Megatron does not keep them
+    # for descriptions of the model: Megatron does not keep these
     model.true_vocab_size, model.rope_scaling, model.scalar_head = vocab_size, rope_scaling, scalar_head
     if draw_weights:
         initialize_weights([model], seed, vocab_size)
@@ -207,7 +206,7 @@ def build_model(
 
 @contextlib.contextmanager
 def _not_drawn(config: TransformerConfig) -> Iterator[None]:
-    """Lets Megatron mark the parameters of a new model as cut without drawing what they hold."""
+    """Let Megatron mark a new model's parameters as cut without drawing their values."""
     names = [field for field in type(config).__dataclass_fields__ if field.endswith("init_method")]
     before = {name: getattr(config, name) for name in names}
     for name, method in before.items():
@@ -221,17 +220,15 @@ def _not_drawn(config: TransformerConfig) -> Iterator[None]:
 
 
 def wrap_model(model: MegatronModule, *, ddp: bool | DistributedDataParallelConfig = True) -> MegatronModule:
-    """Wrap a model in `Float16Module` if its config says bf16 or fp16, then in Megatron's data parallelism.
+    """Wrap a model in `Float16Module` if its config has bf16 or fp16, then in Megatron's DDP.
 
-    With the wrapper the config gets `finalize_model_grads_func` (and `no_sync_func` where reductions overlap),
-    without it neither.
+    With DDP the config gets `finalize_model_grads_func` (and `no_sync_func` if reductions overlap).
 
     >>> type(wrap_model(build_model(config, 8, 4))).__name__
     'DistributedDataParallel'
 
     Args:
-        ddp: True for gradient buffers in max(float32, dtype) without overlap, a config for anything else, False for
-            none.
+        ddp: True for gradient buffers in max(float32, dtype) without overlap, a config for anything else, False for none.
     """
     module = model
     mark_sinks([model])
@@ -250,12 +247,7 @@ def wrap_model(model: MegatronModule, *, ddp: bool | DistributedDataParallelConf
 
 
 def gather_parameters(models: torch.nn.Module | Sequence[torch.nn.Module]) -> None:
-    """Gather what data ranks have stepped each for themselves, where this waits for the next forward (`overlap_param_gather`).
-
-    Until then a rank has the new weights of its own shards alone. Every data rank calls it; nothing else needs it.
-
-    >>> gather_parameters(model)
-    """
+    """Gather the parameters that `overlap_param_gather` leaves to the next forward; on every data rank."""
     for model in [models] if isinstance(models, torch.nn.Module) else models:
         if isinstance(model, DistributedDataParallel) and model.use_forward_hook:
             model.start_param_sync(force_sync=True)

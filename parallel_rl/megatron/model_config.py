@@ -1,4 +1,4 @@
-"""A TransformerConfig for the present layout, on GPUs or CPUs."""
+"""A TransformerConfig for the current layout, on GPUs or CPUs."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from parallel_rl.layout import CPLayout
 from parallel_rl.megatron.capabilities import norms_can_be_recomputed
 from parallel_rl.vocab.backends.choice import COMPILER
 
-#: field of newer versions' TransformerConfig; on older ones an attribute that our layers read
+#: a config field of newer versions; on older ones an attribute that our layers read
 CUT = "cp_partition_mode"
-#: fields by which chance, or the other tokens of a micro-batch, change what becomes of a token; with the value that lets none
+#: fields by which chance or other tokens change a token's result, with the value that turns them off
 SAME_EVERYWHERE: Mapping[str, object] = {
     "hidden_dropout": 0,
     "attention_dropout": 0,
@@ -33,16 +33,16 @@ SAME_EVERYWHERE: Mapping[str, object] = {
 
 
 class Layers(NamedTuple):
-    """Choice of a model's layers, and the reason for it."""
+    """Choice of a model's layers, and the reason."""
 
     engine: bool
     why: str
 
 
 def choose_layers(package: bool, card: bool, dtype: torch.dtype) -> Layers:
-    """Choose Transformer Engine's layers, or Megatron's local ones with `SelfAttentionCore`, by package, card and dtype.
+    """Choose Transformer Engine's layers, or Megatron's local ones, by package, card and dtype.
 
-    The engine's attention takes bfloat16 and float16 alone under context parallelism, and its float32 products are TF32.
+    Under context parallelism the engine's attention supports bfloat16 and float16 only; its float32 products are TF32.
 
     >>> choose_layers(package=True, card=True, dtype=torch.float32)
     Layers(engine=False, why='Transformer Engine has no attention for float32 under context parallelism')
@@ -58,11 +58,7 @@ def choose_layers(package: bool, card: bool, dtype: torch.dtype) -> Layers:
 
 
 def layers_here(dtype: torch.dtype) -> Layers:
-    """`choose_layers` for this machine.
-
-    >>> layers_here(torch.float64).engine
-    False
-    """
+    """Return `choose_layers` for this machine."""
     layers = choose_layers(importlib.util.find_spec("transformer_engine") is not None, torch.cuda.is_available(), dtype)
     fault = _import_fault() if layers.engine else None
     return layers if fault is None else Layers(False, f"Transformer Engine does not import: {fault}")
@@ -70,7 +66,7 @@ def layers_here(dtype: torch.dtype) -> Layers:
 
 @lru_cache(maxsize=1)
 def _import_fault() -> str | None:
-    """Why Megatron runs without a Transformer Engine that is installed; mostly it was built for another torch."""
+    """Return why an installed Transformer Engine does not import; mostly it was built for another torch."""
     try:
         importlib.import_module("transformer_engine.pytorch")
     except Exception as error:
@@ -79,7 +75,7 @@ def _import_fault() -> str | None:
 
 
 def has_transformer_engine(dtype: torch.dtype) -> bool:
-    """Whether Megatron's Transformer Engine layers are used for a model of `dtype` on this machine, else its local ones.
+    """Return whether a model of `dtype` uses Transformer Engine's layers on this machine.
 
     >>> has_transformer_engine(torch.float32)
     False
@@ -88,7 +84,7 @@ def has_transformer_engine(dtype: torch.dtype) -> bool:
 
 
 def default_ffn_hidden_size(hidden_size: int, gated: bool) -> int:
-    """The width of the MLP where none is given: 4 × hidden, or 8/3 × hidden rounded up to a multiple of 8 where it is gated."""
+    """Return the default MLP width: 4 × hidden, or 8/3 × hidden rounded up to a multiple of 8 if gated."""
     return -(-8 * hidden_size // 24) * 8 if gated else 4 * hidden_size
 
 
@@ -119,30 +115,30 @@ def build_config(
     cp_layout: CPLayout = "zigzag",
     overrides: Mapping[str, object] | None = None,
 ) -> TransformerConfig:
-    """Make Megatron's config of a Llama-like decoder for the layout that `initialize` set, for CPUs too.
+    """Make Megatron's config of a Llama-like decoder for the layout of `initialize`, also on CPUs.
 
     >>> build_config(num_layers=2, hidden_size=64, num_attention_heads=4).ffn_hidden_size
     176
 
     Args:
-        num_layers, hidden_size, num_attention_heads, num_query_groups, ffn_hidden_size, kv_channels: as Megatron
-            names them; the feed-forward width defaults to 4·D (8·D/3 rounded up to 8 where gated).
+        num_layers, hidden_size, num_attention_heads, num_query_groups, ffn_hidden_size, kv_channels: Megatron's names; the
+            feed-forward width defaults to 4·D (gated: 8·D/3 rounded up to 8).
         dtype: of parameters and activations; bfloat16 and float16 need `wrap_model`.
-        sequence_parallel: shards the activations between tensor-parallel regions; without effect on one tensor rank.
+        sequence_parallel: shard activations between tensor-parallel regions; no effect on one tensor rank.
         calculate_per_token_loss: Megatron's flag; `megatron_loss_func` obeys the law with either.
         gated: SwiGLU instead of GELU.
-        bias: biases in the linear layers. qkv_bias: of queries, keys and values alone.
-        experts: a mixture of them in place of every MLP. aux_loss: coefficient of the auxiliary loss that balances them.
+        bias: biases in the linear layers. qkv_bias: only of queries, keys and values.
+        experts: a mixture of experts in place of every MLP. aux_loss: coefficient of the loss that balances them.
         recompute: full activation recomputation, layer by layer.
         deterministic: Megatron's `deterministic_mode`.
-        dropout: must be 0; the law does not hold otherwise.
-        cp_layout: how context ranks cut rows (newer Megatron: `cp_partition_mode`); "contiguous" needs an attention and
-            positions that know it: `SelfAttentionCore` with a learned table, or a newer Megatron's own.
+        dropout: must be 0, or the law does not hold.
+        cp_layout: how context ranks cut rows (newer Megatron: `cp_partition_mode`); "contiguous" needs attention and
+            positions that support it: `SelfAttentionCore` with learned positions, or a newer Megatron.
         overrides: further fields of TransformerConfig by name.
 
     Raises:
-        ValueError: dropout above 0, experts that drop tokens or draw them, FP8 on layers that leave it out, sizes that are not
-            divisible as the layout needs, an unknown field in `overrides`.
+        ValueError: dropout above 0; experts that drop or draw tokens; FP8 on layers without it; sizes that the layout does
+            not divide; an unknown field in `overrides`.
     """
     tp = parallel_state.get_tensor_model_parallel_world_size()
     pp = parallel_state.get_pipeline_model_parallel_world_size()
@@ -175,8 +171,8 @@ def build_config(
         "context_parallel_size": parallel_state.get_context_parallel_world_size(),
         "pipeline_model_parallel_size": pp,
         "virtual_pipeline_model_parallel_size": virtual_pp,
-        "variable_seq_lengths": pp > 1,  # stages tell each other the shapes: packed rows and rollouts change theirs
-        # One batch would mix activations and gradients where the next and the previous of two interleaved stages are one rank.
+        "variable_seq_lengths": pp > 1,  # stages exchange shapes: those of packed rows and rollouts vary
+        # batched sends would mix activations and gradients if an interleaved stage's neighbours are one rank
         "overlap_p2p_comm": virtual_pp is not None,
         "batch_p2p_comm": virtual_pp is None,
         "batch_p2p_sync": torch.cuda.is_available(),
@@ -190,7 +186,7 @@ def build_config(
         **(overrides or {}),
     }
     if fields.get("num_moe_experts") is None:
-        fields["expert_model_parallel_size"] = 1  # a dense model, a teacher for instance, beside one with experts
+        fields["expert_model_parallel_size"] = 1  # e.g. a dense teacher next to a model with experts
     known = CUT in TransformerConfig.__dataclass_fields__
     if known:
         fields[CUT] = cp_layout
@@ -207,14 +203,14 @@ def _expert_fields(experts: Experts | None, aux_loss: float, dtype: torch.dtype)
     sizes: dict[str, object] = {
         "expert_model_parallel_size": parallel_state.get_expert_model_parallel_world_size(),
         "expert_tensor_parallel_size": parallel_state.get_expert_tensor_parallel_world_size(),
-        "moe_token_dispatcher_type": "alltoall",  # the one that allows variable lengths; a dense model has none
+        "moe_token_dispatcher_type": "alltoall",  # the only one with variable lengths; unused by dense models
     }
     if experts is None:
         return sizes
     return {
         **sizes,
         "num_moe_experts": experts.number,
-        "moe_grouped_gemm": has_transformer_engine(dtype),  # all experts in one call; Megatron's local layers have none
+        "moe_grouped_gemm": has_transformer_engine(dtype),  # all experts in one call; Megatron's local layers cannot
         "moe_ffn_hidden_size": experts.ffn_hidden,
         "moe_router_topk": experts.per_token,
         "moe_router_pre_softmax": not experts.normalised,  # a softmax over all experts, or over those of the token
@@ -226,10 +222,10 @@ def _expert_fields(experts: Experts | None, aux_loss: float, dtype: torch.dtype)
 def _fusions(activation: bool, dtype: torch.dtype) -> dict[str, object]:
     on_gpu, engine = torch.cuda.is_available(), has_transformer_engine(dtype)
     return {
-        # torch compiles it; Megatron refuses it for a plain GELU without bias, and for any plain GELU of grouped experts
+        # torch compiles it; Megatron refuses it for plain GELU without bias or with grouped experts
         "bias_activation_fusion": on_gpu and COMPILER is not None and activation,
-        "bias_dropout_fusion": False,  # without dropout it is a sum, compiled again in each mode
-        "masked_softmax_fusion": False,  # only Megatron's own core attention reads it
+        "bias_dropout_fusion": False,  # without dropout a plain sum, compiled again in each mode
+        "masked_softmax_fusion": False,  # only read by Megatron's own core attention
         "apply_rope_fusion": engine,
         "gradient_accumulation_fusion": False,
         "persist_layer_norm": engine,
@@ -237,7 +233,7 @@ def _fusions(activation: bool, dtype: torch.dtype) -> dict[str, object]:
 
 
 def layout_dependence(fields: Mapping[str, object], names: Collection[str] = SAME_EVERYWHERE) -> str:
-    """Name the first of these fields, or of a router's, with which numbers depend on the layout; empty without any."""
+    """Describe the first of these fields that makes numbers depend on the layout; "" without any."""
     for name in names:
         right = SAME_EVERYWHERE[name]
         if (value := fields.get(name, right)) != right:

@@ -23,9 +23,9 @@ from parallel_rl.prefix_tree import PrefixTree
 
 @dataclass(frozen=True)
 class ModelInput:
-    """This context rank's tokens and their positions, [B, S/cp] or packed [1, T/cp], and the bounds of packed sequences.
+    """Tokens and positions of this context rank, [B, S/cp] or packed [1, T/cp], and packed bounds.
 
-    Of a prefix tree's row, [1, T/cp], positions are depths.
+    In a prefix tree's row, [1, T/cp], positions are depths.
     """
 
     tokens: Tensor
@@ -37,7 +37,7 @@ class ModelInput:
 
 
 def padded_input(input_ids: Tensor, context: Context | None = None) -> ModelInput:
-    """Take [B, S] tokens as they are, right-padded.
+    """Make the input of right-padded tokens [B, S].
 
     >>> padded_input(data["input_ids"]).positions
     tensor([[0, 1, 2, 3],
@@ -67,7 +67,7 @@ def packed_input(
 
     Args:
         input_ids: [B, S], the same on every context rank.
-        cu_seqlens: [B + 1] integers, true lengths summed up from 0; host tensors cost no wait for the device.
+        cu_seqlens: [B + 1] integers, cumulative true lengths from 0; host tensors cost no wait for the device.
         cu_seqlens_padded: [B + 1] the same with padding; `packed_bounds` makes both.
         context: see `padded_input`.
 
@@ -89,11 +89,10 @@ def packed_input(
         device=input_ids.device,
     )
     longest = int(bounds.diff().max())
-    # A sequence's padding stands behind it, where causality hides it: the padded bounds are all that attention needs,
-    # and kernels that know no gaps between sequences stay usable.
+    # causality hides a sequence's padding, which follows it: padded bounds suffice, and kernels without gaps stay usable
     padded = bounds.to(device=input_ids.device, dtype=torch.int32)
-    # Where both are given, the host waits for their comparison, twice a layer: in Transformer Engine up to 2.9, and later
-    # unless it is told what comes of it, which newer Megatron can.
+    # given both, Transformer Engine (up to 2.9; later unless `pad_between_seqs` is set) compares them on the host, twice a
+    # layer
     again = padded if context.size > 1 else None
     packed = PackedSeqParams(
         qkv_format="thd",
@@ -105,12 +104,12 @@ def packed_input(
         max_seqlen_kv=longest,
         **({"pad_between_seqs": False} if "pad_between_seqs" in PackedSeqParams.__dataclass_fields__ else {}),
     )
-    packed.bounds_on_host = tuple(bounds.tolist())  # every layer of SelfAttentionCore asks
+    packed.bounds_on_host = tuple(bounds.tolist())  # read by every layer of SelfAttentionCore
     return ModelInput(*_local(input_ids, layout), packed, layout, context)
 
 
 def tree_input(tree: PrefixTree, context: Context | None = None, device: torch.device | None = None) -> ModelInput:
-    """Take the row of a prefix tree, with depths for positions; for layers of `layer_spec`, whose attention follows the paths.
+    """Make the input of a prefix tree's row, positions as depths, for the attention of `layer_spec`.
 
     >>> from parallel_rl import build_tree
     >>> tree_input(build_tree(torch.tensor([[1, 2, 3], [1, 2, 4]]), torch.tensor([3, 3]))).positions
@@ -136,10 +135,10 @@ def tree_input(tree: PrefixTree, context: Context | None = None, device: torch.d
 def packed_bounds(
     lengths: Tensor, *, multiple: int = 1, total: int | None = None, context: Context | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Compute `cu_seqlens` and `cu_seqlens_padded` (int32, on the host) with the padding that the layout needs.
+    """Compute `cu_seqlens` and `cu_seqlens_padded` (int32, on the host) with the layout's padding.
 
-    Each padded length is a multiple of 2·cp under zigzag context parallelism, the row of cp·tp (sequence parallelism); the last
-    sequence takes what the row needs.
+    Padded lengths are multiples of 2·cp under zigzag context parallelism, the row of cp·tp (sequence parallelism); the last
+    sequence is padded for the row.
 
     >>> true, padded = packed_bounds(torch.tensor([4, 3]), multiple=4)
     >>> true.tolist(), padded.tolist()
@@ -147,12 +146,12 @@ def packed_bounds(
 
     Args:
         lengths: [B] true lengths.
-        multiple: of each padded length, besides.
-        total: T, where the row shall have a fixed length.
-        context: see `padded_input`; `ALONE` needs no padding but `multiple`.
+        multiple: further divisor of each padded length.
+        total: T of a row of fixed length.
+        context: see `padded_input`; `ALONE` only needs `multiple`.
 
     Raises:
-        ValueError: lengths that are not [B] integers ≥ 1, or a `total` that does not hold them or is not such a multiple.
+        ValueError: lengths that are not [B] integers ≥ 1; a `total` that is too small or not such a multiple.
     """
     if lengths.dim() != 1 or lengths.is_floating_point() or lengths.numel() == 0 or int(lengths.min()) < 1:
         raise ValueError(f"lengths must be [B] integers ≥ 1, got {lengths.dtype} {lengths.tolist()}")
@@ -171,10 +170,9 @@ def packed_bounds(
 
 
 def forward_logits(model: torch.nn.Module, batch: ModelInput, *, mtp: bool = False) -> Tensor:
-    """Run a model chunk: logits [B, S/cp, V/tp] in the model's dtype on the last stage, hidden states before it.
+    """Run a model chunk: logits [B, S/cp, V/tp] on the last stage, before it hidden states; model's dtype.
 
-    With `mtp` the heads of multi-token prediction run too, and the last stage's output holds theirs behind its own, see
-    `split_heads`.
+    With `mtp` the heads of multi-token prediction run too; the last stage's output appends theirs, see `split_heads`.
 
     >>> forward_logits(model, padded_input(data["input_ids"])).shape
     torch.Size([2, 4, 8])
@@ -196,8 +194,8 @@ def forward_logits(model: torch.nn.Module, batch: ModelInput, *, mtp: bool = Fal
         wrapped = getattr(wrapped, "module", None)
     options = {"fp32_output": False} if half else {}
     if not torch.is_grad_enabled():
-        # Transformer Engine casts weights to FP8 in a first micro-batch and keeps them; a schedule says which is the first, and
-        # nobody says it of a forward outside one, which would run on the weights of before the optimizer's step.
+        # Transformer Engine casts weights to FP8 in the first micro-batch, which only a schedule marks: a forward outside one
+        # would use the weights from before the optimizer's step
         unwrap(model).set_is_first_microbatch()
     positions: AbstractContextManager[None] = nullcontext()
     if batch.tree is not None:
@@ -210,7 +208,7 @@ def forward_logits(model: torch.nn.Module, batch: ModelInput, *, mtp: bool = Fal
 
 def _local(input_ids: Tensor, layout: SequenceLayout) -> tuple[Tensor, Tensor]:
     shape = layout.local_shape
-    # Padding may stand beyond the last learned position; nobody reads what becomes of it.
+    # padding may lie beyond the last learned position; its output is never read
     places = torch.where(layout.held[1], layout.positions, 0)
     return layout.shard(input_ids, shift=False).view(shape), places.view(shape)
 

@@ -25,10 +25,10 @@ if TYPE_CHECKING:
 
 @contextlib.contextmanager
 def heads_running(model: GPTModel, wanted: bool) -> Iterator[None]:
-    """Inside, the model's output holds what its heads give besides, or its heads do not run.
+    """Append the heads' output to the model's, or turn the heads off, in a `with` block.
 
-    Megatron's own loss of the heads, which wants labels that fit no packing of ours, is left out either way: it runs where
-    the config (0.15: the model) names heads once the block of them is done.
+    Megatron's own loss of the heads needs labels that do not fit our packing and is always off: it runs where the config
+    (0.15: the model) names heads after their block is done.
     """
     count, block = model.config.mtp_num_layers, getattr(model, "mtp", None)
 
@@ -60,7 +60,7 @@ def _checkpointed(
     packed_seq_params: PackedSeqParams | None,
     **inputs: Tensor | None,
 ) -> Tensor:
-    """Megatron's recomputation of a head, which saves what it is given for backward, and can save tensors alone."""
+    """Let Megatron's recomputation of a head, which saves tensors only, pass packed rows through."""
 
     def on_packed_rows(*values: Tensor | None) -> Tensor:
         return forward(**dict(zip(inputs, values, strict=True)), packed_seq_params=packed_seq_params)
@@ -75,8 +75,7 @@ def split_heads(output: Tensor, heads: int, parts: int) -> list[Tensor]:
     [[[[0], [1]]], [[[2], [3]]]]
 
     Args:
-        parts: tensor ranks whose parts of the sequence follow each other, each with those of all heads; 1 where the output is
-            one rank's.
+        parts: tensor ranks whose parts of the sequence, each with all heads, follow each other; 1 for one rank's output.
     """
     batch, total, *rest = output.shape
     cut = output.view(batch, parts, 1 + heads, total // (1 + heads) // parts, *rest)
@@ -84,7 +83,7 @@ def split_heads(output: Tensor, heads: int, parts: int) -> list[Tensor]:
 
 
 def ahead(data: Mapping[str, Tensor], depth: int) -> dict[str, Tensor]:
-    """The data as a head sees it that predicts `depth` tokens beyond the next one: column t holds token t + depth.
+    """Shift the data for a head `depth` tokens beyond the next: column t holds token t + depth.
 
     >>> data = {"input_ids": torch.tensor([[5, 6, 7]]), "token_mask": torch.ones(1, 3), "sample_mask": torch.ones(1)}
     >>> ahead(data, 1)["token_mask"]
@@ -98,17 +97,17 @@ def ahead(data: Mapping[str, Tensor], depth: int) -> dict[str, Tensor]:
 def add_mtp_loss(
     loss: tuple[Tensor, Metrics], loss_fn: NLLLoss, call: LossCall, outputs: list[Tensor | LMHeadInput], scale: float
 ) -> tuple[Tensor, Metrics]:
-    """Add this rank's part of (scale / K)·Σ_k NLL_k to a loss, and `mtp_k/loss` for each of K heads to its metrics.
+    """Add this rank's part of (scale / K)·Σ_k NLL_k to a loss, and `mtp_k/loss` of K heads to its metrics.
 
         NLL_k = AGG(−log π_k(y_{t+1+k} | y_{≤t+k})),  with the step's global counts: a part that obeys the law
 
-    A token counts for a head where it carries loss and lies in the same sequence: prompts, padding and the next packed
-    sequence do not. Paper: DeepSeek-V3, arXiv 2412.19437.
+    A token counts for a head if it carries loss and is in the same sequence, so not prompts, padding or the next packed
+    sequence. Paper: DeepSeek-V3, arXiv 2412.19437.
 
     Args:
         loss: this rank's part of the model's own loss, and its metrics.
         call: of the model's own loss.
-        outputs: of the heads, in their order.
+        outputs: of the heads, in order.
         scale: λ, Megatron's `mtp_loss_scaling_factor`.
     """
     shares, (own, metrics) = [], loss

@@ -1,4 +1,4 @@
-"""Norms that Megatron's sequence parallelism knows about."""
+"""Norms for Megatron's sequence parallelism."""
 
 from __future__ import annotations
 
@@ -14,10 +14,9 @@ if TYPE_CHECKING:
 class ShardedNorm(torch.nn.Module):
     """RMSNorm or LayerNorm (`config.normalization`) whose parameters are marked for sequence parallelism.
 
-    RMSNorm: y = x / sqrt(mean(x²) + ε) · w (Zhang & Sennrich 2019, arXiv:1910.07467). LayerNorm: y = (x − mean) /
-    sqrt(var + ε) · w + b. The mathematics runs in max(float32, dtype of x). With sequence parallelism each tensor
-    rank sees a slice of the tokens, so the weight's gradient is a part; `sequence_parallel` on the parameter is what
-    makes Megatron sum the parts.
+    RMSNorm: y = x / sqrt(mean(x²) + ε) · w (Zhang & Sennrich 2019, arXiv:1910.07467). LayerNorm: y = (x − mean) / sqrt(var +
+    ε) · w + b. The mathematics runs in max(float32, dtype of x). With sequence parallelism each tensor rank has a slice of
+    the tokens, so the weight's gradient is a part; `sequence_parallel` on the parameter makes Megatron sum the parts.
 
     Raises:
         ValueError: `config.normalization` is neither "RMSNorm" nor "LayerNorm".
@@ -41,7 +40,6 @@ class ShardedNorm(torch.nn.Module):
             parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., D] to [..., D] in the dtype of `x`."""
         dtype = torch.promote_types(x.dtype, torch.float32)
         weight = self.weight.to(dtype) + 1 if self.zero_centered else self.weight.to(dtype)
         if self.bias is None:

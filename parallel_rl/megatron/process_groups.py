@@ -12,7 +12,7 @@ from megatron.core.distributed import param_and_grad_buffer
 
 from parallel_rl.megatron.cpu import enable_cpu
 
-# The world and the sizes of the groups that `initialize` made last.
+# the world and group sizes of the last `initialize`
 _present: list[tuple[object, tuple[int, int, int, int, int | None, int | None, float]]] = []
 
 
@@ -27,18 +27,16 @@ def initialize(
     virtual_pp: int | None = None,
     timeout: float = 1800.0,
 ) -> None:
-    """Create Megatron's process groups and random states over the default process group; the rest of the world is data
-    parallel.
+    """Create Megatron's process groups and random states; the rest of the world is data parallel.
 
-    A present layout of the same sizes keeps its groups, another one is destroyed first. Without CUDA, `enable_cpu()` is called.
-
+    A layout of the same sizes is kept, another one is destroyed first. Without CUDA, `enable_cpu()` is called.
     >>> initialize(tp=1, cp=1, pp=1)
 
     Args:
         tp, cp, pp: tensor, context and pipeline parallel sizes.
-        ep, etp: expert parallel size, and how many ranks share each expert's matrices (None: tp). They divide the ranks of a
-            pipeline stage in their own way: a stage's tensor × context × data ranks are ep · etp · (replicas of an expert).
-        seed: of Megatron's random states; it must be the same on every rank.
+        ep, etp: expert parallel size, and ranks per expert's matrices (None: tp). They divide a stage separately: its tensor
+            × context × data ranks are ep · etp · (replicas of an expert).
+        seed: of Megatron's random states; must be the same on every rank.
         virtual_pp: model chunks per pipeline stage (interleaved schedule).
         timeout: seconds that a rank waits in one collective of these groups.
 
@@ -78,15 +76,14 @@ def initialize(
         _present[:] = [(dist.group.WORLD, layout)]
     if dist.get_backend() == "gloo" and torch.cuda.is_available():
         reduce_one_by_one()
-    # On the host there is one random state, so Megatron's tracker must not swap it; nothing random runs inside a
-    # model anyway.
+    # the host has one random state, which Megatron's tracker must not swap; nothing in a model is random
     tensor_parallel.model_parallel_cuda_manual_seed(seed, inference_rng_tracker=on_host, force_reset_rng=True)
 
 
 def reduce_one_by_one() -> None:
-    """Make Megatron's data parallelism reduce its buckets of gradients, and gather parameters, each by a collective of its own.
+    """Make Megatron's DDP reduce and gather each bucket by a separate collective.
 
-    Over gloo, whose coalesced collectives refuse tensors of a GPU. Without `overlap_grad_reduce`: there is nothing to wait for.
+    gloo's coalesced collectives refuse GPU tensors. Without `overlap_grad_reduce` there is nothing to wait for.
     """
     param_and_grad_buffer._coalescing_manager = _one_by_one
 
@@ -101,9 +98,8 @@ def _one_by_one(group: dist.ProcessGroup, async_ops: bool = False) -> Iterator[N
 def destroy() -> None:
     """Destroy Megatron's process groups, their communicators and threads; the default process group stays.
 
-    A program calls it before `torch.distributed.destroy_process_group()`, which leaves the threads of a gloo group alone while
-    Megatron refers to it: one that frees a tensor as the interpreter ends aborts the process, though its work is done.
-
+    Call it before `torch.distributed.destroy_process_group()`, which keeps the threads of a gloo group that Megatron refers
+    to: a thread that frees a tensor at interpreter exit aborts the finished process.
     >>> destroy()
     >>> initialize()
     """

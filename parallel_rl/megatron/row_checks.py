@@ -1,4 +1,4 @@
-"""Checks of a micro-batch's rows against the model: ids, padding, prompts, and columns of the vocabulary that are no tokens."""
+"""Checks of a micro-batch's rows against the model: ids, padding, prompts and vocabulary padding."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ if TYPE_CHECKING:
 
     from parallel_rl.losses.core.requirements import Requirements
 
-_MULTIPLE = 128  # of columns on a tensor rank, Megatron's default make_vocab_size_divisible_by
-#: columns, and vocab_size of the loss, that `warn_of_padding` spoke of
+_MULTIPLE = 128  # columns per tensor rank, Megatron's default make_vocab_size_divisible_by
+#: (columns, vocab_size of the loss) that `warn_of_padding` has warned of
 _WARNED: set[tuple[int, int | None]] = set()
 
 
 def check_ids(data: Mapping[str, Tensor], columns: int | None, loss_fn: object) -> None:
-    """Refuse ids that the model has no embedding for, or the loss no column; where values are looked at.
+    """Refuse ids without an embedding in the model or a column in the loss, where values are checked.
 
-    A tensor rank embeds an id outside of the vocabulary as 0 without an error, prompts and padding too.
+    A tensor rank embeds an id outside the vocabulary as 0 without an error, in prompts and padding too.
 
     >>> check_ids({"input_ids": torch.tensor([[0, 7]]), "token_mask": torch.ones(1, 2), "sample_mask": torch.ones(1)}, 8, None)
 
     Args:
         data: with masks and integer ids.
-        columns: of the model's vocabulary; None: not known, or the model embeds other ids by itself.
+        columns: of the model's vocabulary; None: unknown, or the model embeds other ids itself.
 
     Raises:
         ValueError: names the first id and its place.
@@ -55,22 +55,14 @@ def check_ids(data: Mapping[str, Tensor], columns: int | None, loss_fn: object) 
 
 
 def check_columns(columns: int, loss_fn: object) -> None:
-    """Refuse a loss for more tokens than the model has columns, which the last pipeline stage alone would see.
-
-    Raises:
-        ValueError: names both.
-    """
+    """Refuse a loss with more tokens than the model's columns: only the last stage would notice."""
     tokens = _vocab_size(loss_fn)
     if tokens is not None and tokens > columns:
         raise ValueError(f"the loss has vocab_size = {tokens}, the model's vocabulary only {columns} columns")
 
 
 def check_right_padded(data: Mapping[str, Tensor]) -> None:
-    """Refuse rows that begin with padding or hold several sequences, which `attention_mask` and `position_ids` show.
-
-    Raises:
-        ValueError: names the first place, where values are looked at.
-    """
+    """Refuse rows padded on the left or with several sequences, by attention_mask and position_ids."""
     attended, positions = data.get("attention_mask"), data.get("position_ids")
     shape = data["token_mask"].shape
     cure = "padded_batch takes one sequence a row, from column 0 on; padding comes behind it"
@@ -87,7 +79,7 @@ def check_right_padded(data: Mapping[str, Tensor]) -> None:
 
 
 def warn_of_prompts(batches: Sequence[Mapping[str, object]], needs: Requirements) -> None:
-    """Warn of a policy loss whose token_mask is 1 everywhere, where values are looked at: prompts would be scored."""
+    """Warn of a policy loss whose checked token_mask is 1 everywhere: prompts would be scored."""
     masks = [data.get("token_mask") for data in batches]
     recorded = [name for name in needs.names if name.endswith("logprobs")]
     if not recorded or not masks or not all(isinstance(mask, torch.Tensor) and checks_values(mask) for mask in masks):
@@ -100,7 +92,7 @@ def warn_of_prompts(batches: Sequence[Mapping[str, object]], needs: Requirements
 
 
 def warn_of_cut(config: TransformerConfig, loss_fn: object) -> None:
-    """Warn of a loss that cuts rows over context ranks otherwise than the model."""
+    """Warn of a loss that cuts rows over context ranks unlike the model."""
     model, loss = getattr(config, CUT, "zigzag"), getattr(_options(loss_fn), "cp_layout", None)
     if loss not in (None, model):
         warn(
@@ -110,11 +102,11 @@ def warn_of_cut(config: TransformerConfig, loss_fn: object) -> None:
 
 
 def warn_of_padding(loss_fn: object, columns: int, tp: int, true: int | None = None) -> None:
-    """Warn once of padding in every softmax: the model has more columns than tokens, and the loss does not know how many.
+    """Warn once of padding in every softmax: more columns than tokens, and a loss without their number.
 
     Args:
-        columns: of the vocabulary, padding included, over all tensor ranks.
-        true: V, if it is known; None: Megatron's padding is presumed where `columns` are a multiple of what it pads to.
+        columns: of the vocabulary with padding, over all tensor ranks.
+        true: V, if known; None: presume Megatron's padding if `columns` are a multiple of its unit.
     """
     size = _vocab_size(loss_fn)
     if _options(loss_fn) is None or (columns, size) in _WARNED:

@@ -1,4 +1,4 @@
-"""A head of one output a position, for values and rewards, in place of the projection to the vocabulary."""
+"""Head with one output a position, for values and rewards, in place of the vocabulary projection."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from torch import Tensor
 
 
 class ScalarHead(torch.nn.Module):
-    """v_t = w·h_t: hidden states [S, B, D] (under sequence parallelism [S/tp, B, D]) to [S, B, 1], equal on tensor ranks.
+    """v_t = w·h_t: [S, B, D] (sequence parallel [S/tp, B, D]) to [S, B, 1], equal on tensor ranks.
 
-    Every tensor rank holds the whole w and computes the same, so neither its gradient nor that of h is summed over them.
+    Every tensor rank holds w and computes the same, so the gradients of w and h are not summed over them.
     """
 
     def __init__(self, config: TransformerConfig) -> None:
@@ -23,21 +23,21 @@ class ScalarHead(torch.nn.Module):
     def forward(
         self, hidden: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None
     ) -> tuple[Tensor, None]:
-        """The call of the output layer of a `GPTModel`; there is no bias."""
+        """Replace the call of a `GPTModel`'s output layer; there is no bias."""
         if self.sequence_parallel:
             hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False)
         return torch.nn.functional.linear(hidden, self.weight), None
 
 
 def replace_head(model: GPTModel) -> None:
-    """Replace the output layer, on the stage that has one, by a `ScalarHead`."""
+    """Replace the output layer, if this stage has one, by a `ScalarHead`."""
     if model.post_process:
         model.output_layer = ScalarHead(model.config)
 
 
 @torch.no_grad()
 def copy_trunk(source: torch.nn.Module, target: torch.nn.Module) -> None:
-    """Copy all weights but the head's between two models of one shape and layout.
+    """Copy all weights except the head's between two models of one shape and layout.
 
     >>> critic = build_model(config, 8, 4, scalar_head=True)
     >>> copy_trunk(build_model(config, 8, 4), critic)

@@ -1,4 +1,4 @@
-"""Settings of a model that trains: those that give other numbers, or end one rank alone, are refused or warned of."""
+"""Refuse or warn of settings of a training model that change numbers or stop a single rank."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ def check_model(
     allow_dropout: bool,
     trains_heads: bool,
 ) -> None:
-    """Refuse a model with which `forward_backward` gives other numbers or cannot run; in its first step warn of others.
+    """Refuse models with which `forward_backward` is wrong or cannot run; warn of others in step 1.
 
     Raises:
-        ValueError: see `check_sizes`, `check_heads` and `check_settings`; logits gathered over tensor ranks; a wrapper without
-            `finalize_model_grads_func`; replicated experts that are not summed; a fused head that is not given.
+        ValueError: see `check_sizes`, `check_heads` and `check_settings`; logits gathered over tensor ranks; a wrapper
+            without `finalize_model_grads_func`; replicated experts that are not summed; a fused head without head=.
     """
     config, first = get_model_config(models[0]), steps_of(models) == 0
     check_sizes(config)
@@ -64,12 +64,9 @@ def check_model(
 
 
 def check_sizes(config: TransformerConfig) -> None:
-    """Refuse a model's config that was written for other sizes than those of Megatron's process groups.
+    """Raise ValueError for a config with other sizes than Megatron's process groups.
 
-    Megatron reads either, each in other places: context ranks would attend to their own tokens alone, stages hold all layers.
-
-    Raises:
-        ValueError: names both.
+    Megatron reads both in different places: context ranks would attend to their own tokens only, stages hold all layers.
     """
     sizes = {
         "tensor_model_parallel_size": parallel_state.get_tensor_model_parallel_world_size(),
@@ -87,11 +84,11 @@ def check_sizes(config: TransformerConfig) -> None:
 def check_settings(
     config: TransformerConfig, needs: Requirements | None, *, allow_dropout: bool, trains_heads: bool, first: bool
 ) -> None:
-    """Refuse dropout beside recorded log-probs; in the `first` step warn of settings that are wrong for most losses.
+    """Refuse dropout with recorded log-probs; in the `first` step warn of settings wrong for most losses.
 
     Raises:
-        ValueError: dropout in the config of a model that trains, for a loss that reads recorded log-probs; another scale of the
-            auxiliary losses of experts.
+        ValueError: dropout in a training model's config, for a loss that reads recorded log-probs; a second scale of experts'
+            auxiliary losses.
     """
     drops = {name: getattr(config, name) for name in ("attention_dropout", "hidden_dropout") if getattr(config, name)}
     if drops and not allow_dropout:
@@ -129,11 +126,7 @@ def check_settings(
 
 
 def check_heads(config: TransformerConfig, trains_heads: bool) -> None:
-    """Refuse a loss for heads of multi-token prediction that the model lacks, or that would train the LM head.
-
-    Raises:
-        ValueError: either of them.
-    """
+    """Raise ValueError for a loss of MTP heads that the model lacks, or that would train the LM head."""
     if trains_heads and not config.mtp_num_layers:
         raise ValueError(
             "mtp_loss is given, but mtp_num_layers = None: the model has no heads of multi-token prediction"
@@ -146,11 +139,7 @@ def check_heads(config: TransformerConfig, trains_heads: bool) -> None:
 
 
 def check_finalizing(config: TransformerConfig, ddp: bool) -> None:
-    """Refuse `ddp` that contradicts `config.finalize_model_grads_func`.
-
-    Raises:
-        ValueError: names both ways out.
-    """
+    """Raise ValueError for `ddp` that contradicts `config.finalize_model_grads_func`."""
     finalizes = config.finalize_model_grads_func is not None
     if ddp and not finalizes:
         raise ValueError(
@@ -165,14 +154,14 @@ def check_finalizing(config: TransformerConfig, ddp: bool) -> None:
 
 
 def check_rows(models: Sequence[torch.nn.Module], shapes: Sequence[tuple[int, ...]], *, packed: bool) -> None:
-    """Refuse micro-batches that the model's attention, or the exchange between its stages, does not take.
+    """Refuse micro-batches that the model's attention, or the exchange between its stages, cannot take.
 
     Args:
-        shapes: of the micro-batches' tokens on this rank. packed: whether any row is packed.
+        shapes: of the micro-batches' tokens on this rank. packed: some row is packed.
 
     Raises:
-        ValueError: packed rows on Megatron's own attention, whose assertion would end one stage alone; several shapes; a number
-            of micro-batches that interleaved stages do not take.
+        ValueError: packed rows on Megatron's own attention, whose assertion would stop one stage only; several shapes; a
+            wrong number of micro-batches for interleaved stages.
     """
     config, stages = get_model_config(models[0]), parallel_state.get_pipeline_model_parallel_world_size()
     if packed and any(isinstance(module, DotProductAttention) for model in models for module in model.modules()):
@@ -201,7 +190,7 @@ def check_rows(models: Sequence[torch.nn.Module], shapes: Sequence[tuple[int, ..
 
 
 def _check_stages(models: Sequence[torch.nn.Module]) -> None:
-    """Refuse other chunks than those of the schedule, and another dtype between stages than the model's."""
+    """Refuse chunks other than the schedule's, and a dtype between stages other than the model's."""
     config, chunks = get_model_config(models[0]), parallel_state.get_virtual_pipeline_model_parallel_world_size() or 1
     places = [getattr(unwrap(model), "vp_stage", None) for model in models]
     if len(models) != chunks or (chunks > 1 and None not in places and places != list(range(chunks))):
@@ -264,7 +253,7 @@ def _check_wrappers(models: Sequence[torch.nn.Module]) -> None:
 
 
 def _check_scaling_of_wrappers(models: Sequence[torch.nn.Module], config: TransformerConfig) -> None:
-    """Refuse `calculate_per_token_loss` that was set after DDP read it: DDP then divides by data ranks, or does not."""
+    """Refuse a `calculate_per_token_loss` set after DDP read it: DDP's division would not match."""
     wrappers = [model for model in models if isinstance(model, DistributedDataParallel)]
     for wrapper in wrappers:
         ranks = parallel_state.get_data_parallel_world_size(with_context_parallel=True)
@@ -278,7 +267,7 @@ def _check_scaling_of_wrappers(models: Sequence[torch.nn.Module], config: Transf
 
 
 def _check_trained(models: Sequence[torch.nn.Module]) -> None:
-    """Name a model of which no parameter trains: its schedule runs without a backward. Some stages may be frozen."""
+    """Refuse a model without trained parameters: its schedule has no backward. A stage may be frozen."""
     if any(parameter.requires_grad for model in models for parameter in model.parameters()):
         return
     text = (

@@ -51,8 +51,8 @@ class StepReport:
     """Metrics and global counts of one optimizer step, equal on every rank.
 
     Attributes:
-        metrics: name → float64 scalar on the device, as one process with the whole global batch would log it; `loss` is L,
-            `empty_rows` the rows with sample_mask 1 and no valid token, which count as sequences.
+        metrics: name → float64 scalar on the device, as of one process with the whole global batch; `loss` is L, `empty_rows`
+            the rows with sample_mask 1 and no valid token, which count as sequences.
         counts: valid sequences and tokens over all data ranks and micro-batches.
     """
 
@@ -60,7 +60,7 @@ class StepReport:
     counts: ValidCounts
 
     def floats(self) -> dict[str, float]:
-        """The metrics on the host, with one copy; call it after the optimizer's step, so that the device need not wait."""
+        """Copy the metrics to the host; call it after the optimizer's step, so the device does not wait."""
         return dict(zip(self.metrics, torch.stack(list(self.metrics.values())).tolist(), strict=True))
 
 
@@ -75,17 +75,16 @@ def forward_backward(
     before_forward: Callable[[], None] | None = None,
     allow_dropout: bool = False,
 ) -> StepReport:
-    """Run all micro-batches of one optimizer step; afterwards every parameter's `gradient` is that of the global loss.
+    """Run all micro-batches of one optimizer step; every parameter's `gradient` is then the global loss's.
 
         ∇L of Σ over data ranks, context ranks and micro-batches of loss_fn(logits, data, N_seq, N_tok, ...) = L
 
-    It counts valid sequences and tokens over the step, and whatever else the loss counts in the data; collects what the loss
-    needs of the present policy (a pass without gradient, for a loss that `needs_collect`); runs Megatron's schedule for the
-    layout (pipeline stages and virtual chunks included), undoes the factors that Megatron multiplies, and reduces the metrics.
-    In a loss's first micro-batches the host waits for the comparison of its recorded log-probs with the policy's, and warns of
-    those moved by one place or of another temperature.
-    With Megatron's DDP the gradient is in `main_grad`, otherwise it is summed over ranks into `grad`. Zeroing gradients before,
-    clipping and the optimizer's step after it are the caller's:
+    It counts valid sequences and tokens, and the loss's own counts, over the step; collects what the loss needs of the
+    current policy (a pass without gradient, if it `needs_collect`); runs Megatron's schedule for the layout (pipeline stages
+    and virtual chunks included), undoes Megatron's factors, and reduces the metrics. In a loss's first micro-batches the host
+    waits to compare recorded log-probs with the policy's, and warns if they are shifted by one place or of another
+    temperature. With Megatron's DDP the gradient is in `main_grad`, otherwise summed over ranks in `grad`. Zero gradients
+    before; clip and step after it:
 
     >>> model.zero_grad_buffer()
     >>> report = forward_backward(model, NLLLoss(vocab_size=8), [data])
@@ -93,42 +92,40 @@ def forward_backward(
     >>> sorted(report.floats())
     ['empty_rows', 'loss', 'num_unmasked_tokens', 'num_valid_samples']
 
-    The first step of a model warns of dropout, fp16 without `config.grad_scale_func`, and idle heads of multi-token prediction.
-    The second and third, and with `set_validation("always")` each one, warn of gradients that were not zeroed, for which the
-    host waits. With DDP, `grad` is emptied before the first micro-batch, and an optimizer of torch that steps without `grad`
-    causes a warning: it needs `copy_main_grads`.
+    A model's first step warns of dropout, fp16 without `config.grad_scale_func`, and untrained MTP heads. The second and
+    third (all with `set_validation("always")`) warn of gradients that were not zeroed; the host waits for this. With DDP,
+    `grad` is emptied before the first micro-batch, and an optimizer of torch that steps without `grad` causes a warning: it
+    needs `copy_main_grads`.
 
     Args:
-        model: this rank's model, wrapped by `wrap_model` or by Megatron's own training code; under an interleaved schedule
-            the list of its chunks.
-        loss_fn: any loss of this package, registered objectives included; as `functools.partial(loss_fn, statistics=...)` with
-            the step's statistics, which are otherwise computed here.
+        model: this rank's model, wrapped by `wrap_model` or by Megatron's training code; under an interleaved schedule the
+            list of its chunks.
+        loss_fn: any loss of this package or registered objective; `functools.partial(loss_fn, statistics=...)` passes the
+            step's statistics, which are otherwise computed here.
         batches: this data rank's micro-batches, the same on its tensor, context and pipeline ranks. A mapping is rows padded
-            to one width, which go to the model's device, see `padded_batch`; packed ones come from `packed_batch`. Data ranks
-            may hold different numbers of them; one without any runs a masked one in their place. With `context_group=` each
-            has a context group of its own, made of data ranks that all pass it (dynamic context parallelism).
-        head: what `fuse_head` gave, if the model (its last chunk) has a fused head.
-        mtp_loss: trains the heads of multi-token prediction of a model with `mtp_num_layers`: their mean, times
-            `mtp_loss_scaling_factor`, is added to L, see `add_mtp_loss`. None leaves them as they are.
+            to one width, moved to the model's device, see `padded_batch`; for packed rows see `packed_batch`. Data ranks may
+            hold different numbers; one without any runs a masked one. With `context_group=` each has its own context group of
+            data ranks that all pass it (dynamic context parallelism).
+        head: from `fuse_head`, if the model (its last chunk) has a fused head.
+        mtp_loss: trains the heads of multi-token prediction of a model with `mtp_num_layers`: adds their mean, times
+            `mtp_loss_scaling_factor`, to L, see `add_mtp_loss`. None: they do not train.
         groups: defaults to `ParallelGroups.from_megatron()`.
         before_forward: called before each forward of a micro-batch, such as a heartbeat.
-        allow_dropout: train with the config's dropout, with which the numbers depend on the layout.
+        allow_dropout: allow the config's dropout, which makes numbers depend on the layout.
 
-    Ranks compare checksums of input_ids, the masks and the loss's fields in the exchange that the checks make anyway: on CPUs
-    in every step; on GPUs, where it costs a host sync, in a model's first three steps and under `set_validation("always")`,
-    which also look at the values of the loss's fields. All other checks read shapes, configs and the host's ids alone and run
-    in every step. Rank 0 warns once of a vocabulary that is padded while the loss has no `vocab_size`, and of a policy loss
-    whose token_mask is 1 everywhere.
+    Ranks compare checksums of input_ids, masks and the loss's fields: on CPUs in every step; on GPUs, at the cost of a host
+    sync, in a model's first three steps and with `set_validation("always")`. The same steps check the values of the loss's
+    fields. All other checks read shapes, configs and the host's ids and run in every step. Rank 0 warns once of a padded
+    vocabulary if the loss has no `vocab_size`, and of a policy loss whose token_mask is 1 everywhere.
 
     Raises:
-        ValueError: on all ranks (see `set_validation`), before anything runs: a field that is missing or of another shape,
+        ValueError: on all ranks (see `set_validation`), before anything runs: a field that is missing or of a wrong shape,
             dtype or value; ids that the model does not embed; rows padded on the left; data that does not suit the layout;
-            dropout beside a loss that reads recorded log-probs; ranks of one data rank whose micro-batches differ, such as rows
-            that were cut over context ranks before; a model that gathers its logits over tensor ranks (`parallel_output =
-            False`); micro-batches of different shapes in a pipeline that was built for one; a wrapper without
-            `finalize_model_grads_func`, torch's DDP, or one made with another `calculate_per_token_loss`; a fused head that is
-            not given or another model's; no parameter that trains. After the schedule: no micro-batch on any data rank. What
-            `loss_fn` raises.
+            dropout with a loss that reads recorded log-probs; micro-batches that differ within a data rank, such as rows
+            already cut over context ranks; logits gathered over tensor ranks (`parallel_output = False`); micro-batches of
+            different shapes in a pipeline built for one; a wrapper without `finalize_model_grads_func`, torch's DDP, or one
+            made with another `calculate_per_token_loss`; a fused head that is not given or another model's; no trained
+            parameter. After the schedule: no micro-batch on any data rank; errors of `loss_fn`.
     """
     models = [model] if isinstance(model, torch.nn.Module) else list(model)
     loss_fn, statistics = split_partial(loss_fn)
@@ -178,7 +175,7 @@ def forward_backward(
     check_scaling(config, len(prepared), ddp, routed[0])
     forget_scales(config)
     if config.no_sync_func is not None:
-        # A schedule reads the first chunk's config alone; and a config that another model shares holds that one's function.
+        # a schedule reads only the first chunk's config, and a config shared with another model holds that model's function
         config.no_sync_func = [each.no_sync for each in models] if len(models) > 1 else models[0].no_sync
 
     def step(queue: Queue, model: torch.nn.Module) -> tuple[Tensor, Callable[[Tensor], object]]:
@@ -225,7 +222,7 @@ def _statistics(
     *,
     idle: bool,
 ) -> Statistics | None:
-    """Statistics of all micro-batches of all ranks, if the loss needs them; stages without a loss know what is counted."""
+    """Collect the step's statistics over all ranks, if needed; stages without loss return the counts."""
     if not loss_fn.needs_statistics:
         return None
     counted = loss_fn.count(_counted(batches), groups.data)
@@ -247,7 +244,7 @@ def _pass(
     batches: Sequence[MicroBatch],
     collect: Callable[[Tensor, int], ResultT],
 ) -> list[ResultT] | None:
-    """All micro-batches forward, without gradient."""
+    """Run all micro-batches forward, without gradient."""
     return forward_only(
         forward,
         models,
@@ -259,7 +256,7 @@ def _pass(
 
 
 def _counted(batches: Sequence[MicroBatch]) -> list[Mapping[str, Tensor]]:
-    """The data that this data rank counts: a context group's, on its first rank only, where it is made of data ranks."""
+    """List the data that this data rank counts; that of a context group of data ranks on its first rank."""
     return [batch.data for batch in batches if batch.context_group == "model" or group_rank(batch.context_group) == 0]
 
 

@@ -1,7 +1,7 @@
-"""Attention of a prefix tree's row: the new tokens of each sequence look at its whole path.
+"""Attention of a prefix tree's row: the new tokens of each sequence attend to its whole path.
 
-The keys of a path are gathered from the row by index. So each sequence is an ordinary causal attention whose queries are its
-last tokens, at any depth of the tree. A key that several paths read gets the sum of their gradients, in one order.
+Keys of a path are gathered from the row by index, so each sequence is ordinary causal attention whose queries are its last
+tokens. A key read by several paths gets the sum of their gradients, in a fixed order.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ class Path(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class TreePlan:
-    """The paths of a context rank's rows.
+    """Paths of a context rank's rows.
 
     Attributes:
-        paths: in the order of the rows; rows of none are padding.
+        paths: in the order of the rows; rows in no path are padding.
         keys: the row of each key of each path, among the rows of all context ranks, rank after rank.
         rows: of this rank.
     """
@@ -63,15 +63,12 @@ def tree_plan(tree: PrefixTree, context: Context, device: torch.device) -> TreeP
 
 
 def tree_attention(query: Tensor, key: Tensor, value: Tensor, plan: TreePlan, scale: float | None) -> Tensor:
-    """Attend along the paths of a tree.
+    """Attend along the paths of a tree; returns [R, 1, h·d], 0 at padding.
 
     Args:
         query: [R, 1, h, d] of this rank's rows.
         key, value: [cp, R, 1, g, d] of all context ranks; h is a multiple of g.
         scale: of the logits; None is 1/√d.
-
-    Returns:
-        [R, 1, h·d]; 0 at padding.
     """
     heads, groups = query.shape[2], key.shape[3]
     both = torch.cat((key, value), dim=-1).reshape(-1, groups * 2 * key.shape[-1])
@@ -87,12 +84,12 @@ def tree_attention(query: Tensor, key: Tensor, value: Tensor, plan: TreePlan, sc
     if at < plan.rows:
         parts.append(query.new_zeros(plan.rows - at, heads, query.shape[-1]))
     out = torch.cat(parts).view(plan.rows, 1, -1)
-    # a rank of padding alone takes part in the backward of the gather and of the queries, too
+    # a rank with only padding takes part in the backward of the gather and of the queries, too
     return out if plan.paths else out + gathered.sum() + query[:0].sum()
 
 
 def tree_params(plan: TreePlan, tree: PrefixTree) -> PackedSeqParams:
-    """Make the parameters that Megatron hands from the model to each layer's attention."""
+    """Make the parameters that Megatron passes from the model to each layer's attention."""
     longest = int(tree.lengths.max())
     params = PackedSeqParams(qkv_format="sbhd", max_seqlen_q=longest, max_seqlen_kv=longest)
     params.tree = plan
@@ -100,12 +97,11 @@ def tree_params(plan: TreePlan, tree: PrefixTree) -> PackedSeqParams:
 
 
 def plan_of(params: PackedSeqParams | None) -> TreePlan | None:
-    """The plan that `tree_params` put in."""
     return getattr(params, "tree", None)
 
 
 def _attend(query: Tensor, pair: Tensor, scale: float | None) -> Tensor:
-    """[n, h, d] queries, [m, h, 2, d] keys and values → [n, h, d]; the queries are the last of the keys."""
+    """Attend: [n, h, d] queries, the last of [m, h, 2, d] keys and values → [n, h, d]."""
     key, value = (x.transpose(0, 1)[None] for x in pair.unbind(2))
     queries, keys = len(query), len(pair)
     mask = None
@@ -118,7 +114,7 @@ def _attend(query: Tensor, pair: Tensor, scale: float | None) -> Tensor:
 
 
 def _runs(positions: Tensor, local: Tensor) -> list[list[int]]:
-    """Part positions of a sequence where they, or their local rows, are no neighbours."""
+    """Split positions of a sequence where they, or their local rows, are not neighbours."""
     if not len(positions):
         return []
     broken = (positions.diff() != 1) | (local.diff() != 1)

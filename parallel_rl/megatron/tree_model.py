@@ -1,4 +1,4 @@
-"""Conditions on a model for a prefix tree's row: positions by depth, and layers that are refused."""
+"""Conditions on a model for a prefix tree's row: positions by depth, and refused layers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def positions_by_depth(model: torch.nn.Module, depths: Tensor, tree: PrefixTree) -> AbstractContextManager[None]:
-    """Give a model's rotary embedding the depths [R] of a tree's rows while it runs: by itself it counts places of the row."""
+    """Rotate by the depths [R] of a tree's rows, not by their places, while a model runs."""
     rotary = getattr(model, "rotary_pos_emb", None)
     return nullcontext() if rotary is None else _rotary_at(rotary, depths, int(tree.lengths.max()))
 
@@ -45,10 +45,7 @@ def check_tree_model(models: Sequence[torch.nn.Module], *, trains_heads: bool = 
 
     Args:
         models: chunks without wrappers.
-        trains_heads: multi-token prediction is trained. balances: layers add losses of their own, such as routers.
-
-    Raises:
-        ValueError: names the layer or the key of the config.
+        trains_heads: multi-token prediction is trained. balances: layers add their own losses, such as routers.
     """
     config: TransformerConfig = get_model_config(models[0])
     for key, wrong, why in (

@@ -1,4 +1,4 @@
-"""Parameters by their place in the whole model: names, shards and weights that do not depend on the layout."""
+"""Parameters by their place in the whole model: names, shards and weights independent of the layout."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from torch.nn import Parameter
 
 EMBEDDING = "embedding.word_embeddings.weight"
 HEAD = "output_layer.weight"
-# an expert's number among those of its rank: Megatron's own spelling, and Transformer Engine's of grouped matrices
+# an expert's number on its rank, as Megatron and as Transformer Engine's grouped matrices spell it
 _EXPERT = re.compile(r"(\.experts\.local_experts\.|\.experts\.linear_fc[12]\.(?:weight|bias))(\d+)")
 _FUSED = (
     ("self_attention.linear_qkv.layer_norm_weight", "input_layernorm.weight"),
@@ -28,14 +28,14 @@ _GROUPED = re.compile(r"experts\.(linear_fc[12])\.weight(\d+)$")
 
 _TO_RESIDUAL = re.compile(r"\.linear_(proj\.weight|fc2\.weight\d*)$")
 _HEAD = re.compile(r"mtp\.layers\.(\d+)\.")
-_SINKS = "softmax_offset"  # one learnable logit of each head, `softmax_type="learnable"`
+_SINKS = "softmax_offset"  # a learnable logit per head, `softmax_type="learnable"`
 
 
 def global_parameters(models: Sequence[torch.nn.Module]) -> Iterator[tuple[str, Parameter]]:
-    """Iterate over this rank's parameters with the names that a one-process model gives them.
+    """Iterate over this rank's parameters with their names in a one-process model.
 
-    Layers count from the first pipeline stage on and experts from the first expert rank on, and the copy of tied embeddings on
-    the last stage has the embedding's name.
+    Layers and experts are numbered over all stages and expert ranks; the last stage's copy of tied embeddings has the
+    embedding's name.
 
     >>> next(global_parameters([model]))[0]
     'embedding.word_embeddings.weight'
@@ -53,9 +53,7 @@ def global_parameters(models: Sequence[torch.nn.Module]) -> Iterator[tuple[str, 
 
 
 def _number(name: str, layer: TransformerLayer) -> int:
-    """A layer's number from 0; that of a head of multi-token prediction is the head's, which Megatron's versions number each
-    in a way of its own.
-    """
+    """Return a layer's number from 0; in MTP the head's, which Megatron's versions number differently."""
     head = _HEAD.match(name)
     return layer.layer_number - 1 if head is None else int(head[1])
 
@@ -70,7 +68,7 @@ def _global_name(name: str, layers: dict[str, int], tied: bool) -> str:
 
 
 def shift_expert(name: str, by: int) -> str:
-    """Add `by` to the number of the expert whose parameter has this name; other names stay.
+    """Add `by` to the expert's number in a parameter's name; other names stay.
 
     >>> shift_expert("decoder.layers.0.mlp.experts.local_experts.1.linear_fc2.weight", 4)
     'decoder.layers.0.mlp.experts.local_experts.5.linear_fc2.weight'
@@ -82,7 +80,7 @@ def shift_expert(name: str, by: int) -> str:
 def spelled_locally(name: str) -> str:
     """Return a parameter's name in the spelling of Megatron's local layers.
 
-    Transformer Engine's fuse a norm into the linear layer behind it and hold all experts of a layer in one module.
+    Transformer Engine fuses a norm into the linear layer after it and holds all experts of a layer in one module.
 
     >>> spelled_locally("decoder.layers.3.mlp.experts.linear_fc1.weight7")
     'decoder.layers.3.mlp.experts.local_experts.7.linear_fc1.weight'
@@ -93,10 +91,10 @@ def spelled_locally(name: str) -> str:
 
 
 def mark_parameters(model: torch.nn.Module) -> None:
-    """Say on the parameters of a new model how they are cut, where Megatron does not."""
+    """Mark on a new model's parameters how they are cut, where Megatron does not."""
     mark_sinks([model])
     config = get_attr_wrapped_model(model, "config")
-    # Megatron takes experts that no expert rank splits for dense parameters, and sums over no tensor ranks that hold replicas
+    # without expert ranks Megatron treats experts as dense, and does not sum over tensor ranks that hold replicas
     replicas = config.expert_tensor_parallel_size != config.tensor_model_parallel_size
     for name, parameter in global_parameters([model]):
         if ".experts." in name:
@@ -105,14 +103,14 @@ def mark_parameters(model: torch.nn.Module) -> None:
                 parameter.allreduce = False  # type: ignore[attr-defined]
             _mark_expert(name, parameter)
         if config.gated_linear_unit and ".linear_fc1." in name:
-            # Each rank holds its part of both halves; not every version says so.
+            # each rank holds its part of both halves; not every version marks it
             parameter.partition_stride = 2  # type: ignore[attr-defined]
 
 
 def mark_sinks(models: Sequence[torch.nn.Module]) -> None:
-    """Mark attention sinks as cut over tensor ranks, which Megatron leaves out: its norms would count rank 0's part alone.
+    """Mark attention sinks as cut over tensor ranks; else Megatron's norms count rank 0's part only.
 
-    Megatron's optimizer copies the marks when it is made, so call this (or `wrap_model`) before.
+    Call this (or `wrap_model`) before Megatron's optimizer is made, which copies the marks.
     """
     for model in models:
         for name, parameter in model.named_parameters():
@@ -122,7 +120,7 @@ def mark_sinks(models: Sequence[torch.nn.Module]) -> None:
 
 
 def _mark_expert(name: str, parameter: Parameter) -> None:
-    """Say of an expert's matrix what Megatron's own layers say; Transformer Engine's say of each that its rows are cut."""
+    """Mark an expert's matrix as Megatron's layers do; Transformer Engine marks all as cut by rows."""
     down = ".linear_fc2." in name
     if not (down and ".bias" in name):
         parameter.tensor_model_parallel = True  # type: ignore[attr-defined]
@@ -132,11 +130,11 @@ def _mark_expert(name: str, parameter: Parameter) -> None:
 
 @dataclass(frozen=True)
 class Cut:
-    """How a parameter is cut: this rank's rows and columns of `shape`, the whole.
+    """How a parameter is cut: this rank's rows and columns of the whole `shape`.
 
     Attributes:
-        rank, group: of the ranks among which it is cut, in order; None: each holds it whole.
-        dim, stride: along which dimension, and into how many parts that are cut each for themselves (a gated layer: 2).
+        rank, group: of the ranks that cut it, in order; None: each holds it whole.
+        dim, stride: the dimension that is cut, and into how many parts that are cut separately (a gated layer: 2).
     """
 
     shape: tuple[int, ...]
@@ -146,7 +144,7 @@ class Cut:
     stride: int = 1
 
     def ranges(self, rank: int | None = None) -> list[tuple[int, int]]:
-        """[start, stop) along `dim` of this rank's parts, or of those of another one."""
+        """Return [start, stop) along `dim` of the parts of this or another rank."""
         size = 1 if self.group is None else self.group.size()
         width = self.shape[self.dim] // (size * self.stride)
         starts = [((part * size) + (self.rank if rank is None else rank)) * width for part in range(self.stride)]
@@ -154,7 +152,7 @@ class Cut:
 
 
 def cut_of(parameter: Parameter) -> Cut:
-    """Return how Megatron cuts `parameter` over tensor ranks, or one of an expert over expert tensor ranks."""
+    """Return how Megatron cuts `parameter` over tensor ranks, or an expert's over expert tensor ranks."""
     shape = list(parameter.shape)
     if not getattr(parameter, "tensor_model_parallel", False):
         return Cut(tuple(shape))
@@ -169,10 +167,9 @@ def cut_of(parameter: Parameter) -> Cut:
 
 
 def local_shard(whole: Tensor, parameter: Parameter) -> Tensor:
-    """Cut this tensor rank's part out of a whole tensor (a weight, a gradient), as Megatron cuts `parameter`.
+    """Cut this tensor rank's part out of a whole tensor (weight, gradient), as Megatron cuts `parameter`.
 
-    A gated linear layer (stride 2) is cut in each half. Rows that `whole` lacks at the end, vocabulary padding, are
-    zero.
+    A gated linear layer (stride 2) is cut in each half. Rows missing at the end, vocabulary padding, are zero.
 
     >>> local_shard(torch.zeros(7, 16), unwrap(model).output_layer.weight).shape  # a row of padding is added
     torch.Size([8, 16])
@@ -195,7 +192,7 @@ def local_shard(whole: Tensor, parameter: Parameter) -> Tensor:
 
 @torch.no_grad()
 def whole_tensor(parameter: Parameter) -> Tensor:
-    """Return a parameter over all tensor ranks, vocabulary padding included: the reverse of `local_shard`; one all-gather.
+    """Gather a parameter with vocabulary padding over all tensor ranks: the inverse of `local_shard`.
 
     >>> whole_tensor(unwrap(model).output_layer.weight).shape
     torch.Size([8, 16])
@@ -215,10 +212,10 @@ def whole_tensor(parameter: Parameter) -> Tensor:
 
 @torch.no_grad()
 def initialize_weights(models: Sequence[torch.nn.Module], seed: int, vocab_size: int) -> None:
-    """Draw each weight matrix from a generator keyed by (seed, `spelled_locally` name): every layout starts from one model.
+    """Draw each weight matrix by (seed, `spelled_locally` name): every layout starts from the same model.
 
-    Normal with the config's `init_method_std`, attention sinks too; the projections that write to the residual stream get
-    std / √(2·layers). Biases are 0, norms as they were built. Rows of the vocabulary padding are 0.
+    Normal with the config's `init_method_std`, attention sinks too; projections to the residual stream get std / √(2·layers).
+    Biases and rows of vocabulary padding are 0, norms as built.
 
     >>> initialize_weights([model], seed=0, vocab_size=8)
     """

@@ -1,12 +1,11 @@
-"""The few logits of a row among which its threshold lies, from two reads.
+"""Narrow a row's top-p/top-k threshold to a few candidate logits in two passes.
 
-The first read weighs each row by bins, of which one all-reduce tells in which the threshold lies. The second copies the logits
-of that bin, about a hundredth of the row, while exactly what lies above is summed. Bins are float32 sums and need not
-be right: a threshold that turns out not to be among the copies, and a row with too many equal logits to copy them, are left
-for the caller to search in the logits.
+The first pass weighs each row by bins; one all-reduce finds the threshold's bin. The second copies that bin's logits, about a
+hundredth of the row, and sums exactly what lies above. Bins are inexact float32 sums: the caller searches the logits of rows
+whose threshold is not among the copies, or with too many equal logits to copy.
 
-On a CPU values may be looked at without waiting, and as many logits are copied as there are. On a card the kernels of
-`backends.triton.threshold` read, and copy to places of a fixed number.
+A CPU reads values without waiting and copies as many logits as there are. A card uses the kernels of
+`backends.triton.threshold`, which copy to a fixed number of places.
 """
 
 from __future__ import annotations
@@ -26,51 +25,51 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.distributed import ProcessGroup
 
-_BINS = 126  # and one above them, one below: a card counts in a power of two
-_SAMPLES = 64, 4  # spans of a shard that the bins are laid over, columns of each
+_BINS = 126  # plus one above and one below: a card counts in a power of two
+_SAMPLES = 64, 4  # spans of a shard that place the bins, columns of each
 _MOST = 32  # at most every 32nd column of a shard is copied
-_ROOM = 64  # on a card brackets are to hold a 64th of the words
-_BIN_SCRATCH = 1 << 14  # logits whose bins are found at once
-_COPY_SCRATCH = 1 << 16  # logits that are looked through at once
+_ROOM = 64  # on a card brackets hold a 64th of the vocabulary
+_BIN_SCRATCH = 1 << 14  # logits binned at once
+_COPY_SCRATCH = 1 << 16  # logits searched at once
 _NO_MASS = 33.0  # nats below the largest logit where a mass of 2^-47 rounds to zero
-_OFF = 1e-4  # what the bins' sums may be off by
+_OFF = 1e-4  # tolerance of the bins' sums
 
 
 class Bracket(NamedTuple):
-    """Bounds of the thresholds of the rows, low ≤ τ < high, [T, 1] each."""
+    """Bounds of the rows' thresholds, low ≤ τ < high, [T, 1] each."""
 
     low: Tensor
     high: Tensor
 
 
 class Brackets(NamedTuple):
-    """Brackets of the threshold of top-k, if it asks, and of top-p, and what else the first read tells."""
+    """Brackets of the thresholds of top-k (optional) and top-p, and the first pass's maximum."""
 
     each: list[Bracket]
     largest: Tensor  # [T, 1] logit of this shard
 
 
 class Candidates(NamedTuple):
-    """The logits of a shard inside a bracket."""
+    """Logits of a shard inside a bracket."""
 
-    values: Tensor  # [T, C] ascending, −inf first where a row has fewer
-    overflow: Tensor  # [T, 1] bool: a row has too many, and none is here
+    values: Tensor  # [T, C] ascending, −inf first in rows with fewer
+    overflow: Tensor  # [T, 1] bool: a row has too many, and none is copied
 
 
 class _Bins(NamedTuple):
-    """Each row's logits in bins from large to small, over a window: the first bin is above it, the last one below."""
+    """Each row's bins from large to small over a window: the first lies above it, the last below."""
 
     end: Tensor  # [T, 1] upper end of the window
     rate: Tensor  # [T, 1] bins per unit of logits
 
     def numbers(self, x: Tensor, rows: slice) -> Tensor:
-        """The bins of logits less `end`; NaN is in the first."""
+        """Return the bins of logits minus `end`; NaN is in the first."""
         return (x * -self.rate[rows]).add_(1).clamp_(0, _BINS + 1).to(torch.int64).clamp_(min=0)
 
     def bracket(self, first: Tensor, last: Tensor) -> Bracket:
-        """The logits of the bins from `first` to `last`, [T, 1] each, and a little more for rounding.
+        """Return the bracket of the bins from `first` to `last`, [T, 1] each, slightly widened for rounding.
 
-        2.5 as the first leaves out half of bin 2, as the last it takes in half of bin 3.
+        As the first bin 2.5 excludes half of bin 2, as the last it includes half of bin 3.
         """
         high = torch.where(first < 1, torch.inf, self.end - (first - 1.01) / self.rate)
         low = torch.where(last > _BINS, -torch.inf, self.end - (last + 0.01) / self.rate)
@@ -81,8 +80,8 @@ class _Bins(NamedTuple):
 def find_brackets(
     z: Tensor, top_k: int | None, top_p: float, inv_t: Tensor, vocab_size: int, group: ProcessGroup | None
 ) -> Brackets:
-    """Find where the threshold of top-p, and of top-k before it, probably lies: one read and two all-reduces."""
-    # All words from the threshold down hold 1 − p of the mass or more, so the threshold's own holds a V-th of that.
+    """Find probable brackets of top-p's threshold, and top-k's before it: one read, two all-reduces."""
+    # the ids from the threshold down hold at least 1 − p of the mass, so the threshold's own holds a V-th of that
     bins = _window(z, min(_NO_MASS, math.log(vocab_size / (1 - top_p)) + 1) / inv_t, group)
     sums = torch.zeros(1 if top_k is None else 2, len(z), _BINS + 2)
     largest, one = torch.full_like(bins.end, -torch.inf), torch.ones(1, 1)
@@ -99,7 +98,7 @@ def find_brackets(
     reduce_(sums, group)
     held, found = sums[0].cumsum_(1), []
     low = high = held[:, -1:]
-    if top_k is not None:  # what it leaves is more than what lies above the bin of its threshold
+    if top_k is not None:  # the rest exceeds what lies above its threshold's bin
         at = _reaches(sums[1].cumsum_(1), torch.full_like(low, top_k))
         found.append(bins.bracket(at, at))
         high, low = held.gather(1, at), torch.where(at > 0, held.gather(1, (at - 1).clamp(min=0)), 0.0)
@@ -110,14 +109,14 @@ def find_brackets(
 def count_brackets(
     z: Tensor, top_k: int | None, top_p: float, inv_t: Tensor, vocab_size: int, group: ProcessGroup | None
 ) -> Brackets:
-    """Find brackets by a kernel that counts logits, which is cheaper on a card than weighing them: one read, two all-reduces.
+    """Find brackets by counting, on a card cheaper than weighing: one read, two all-reduces.
 
-    A bin's mass is about that of as many words in its middle. That is off by some percent where few words make it, so that a
-    bracket takes in a number of words around the place where the threshold seems to lie, whatever their mass.
+    A bin's mass is estimated from its middle, off by some percent with few ids, so a bracket includes a number of ids around
+    the apparent threshold, of any mass.
     """
     from parallel_rl.vocab.backends.triton.threshold import vocab_bins
 
-    # the k-th word may have little mass
+    # the k-th id may have little mass
     reach = _NO_MASS if top_k else min(_NO_MASS, math.log(vocab_size / (1 - top_p)) + 1)
     bins = _window(z, reach / inv_t, group)
     sums, largest = vocab_bins(z, bins.end, bins.rate, inv_t.expand(len(z), 1).contiguous(), _BINS + 2)
@@ -144,7 +143,7 @@ def count_brackets(
 
 
 def _around(bins: _Bins, counts: Tensor, up_to: Tensor, at: Tensor, place: Tensor, vocab_size: int) -> Bracket:
-    """Find the bracket around the `place`-th word [T, 1], of whole bins where they are small; it is in the bin `at`."""
+    """Find the bracket around the `place`-th id [T, 1] in bin `at`, made of whole bins if they are small."""
     half = (32 + vocab_size // _ROOM) / 2
 
     def end(wanted: Tensor, outward: float) -> Tensor:
@@ -152,7 +151,7 @@ def _around(bins: _Bins, counts: Tensor, up_to: Tensor, at: Tensor, place: Tenso
         count = counts.gather(1, number)
         part = ((wanted - up_to.gather(1, number) + count) / count.clamp(min=1)).clamp(0, 1)
         part = torch.where((count <= half) | (number == 0) | (number > _BINS), outward, part)
-        # another one so full is of equal words, or of all the rest
+        # another bin this full holds equal logits, or all the rest
         return number + torch.where((count > 4 * half) & (number != at), 1 - outward, part)
 
     first, last = end(place - half, 0.0), end(place + half, 1.0) - 1
@@ -161,17 +160,17 @@ def _around(bins: _Bins, counts: Tensor, up_to: Tensor, at: Tensor, place: Tenso
 
 
 def capacity(width: int) -> int:
-    """The number of a row's logits that may be copied from a shard so wide, twice what `count_brackets` looks for."""
+    """Return how many of a row's logits may be copied, twice what `count_brackets` looks for."""
     return 64 + 2 * width // _ROOM
 
 
 def _reaches(sums: Tensor, wanted: Tensor) -> Tensor:
-    """The first bin [T, 1] at which running sums [T, bins] are what is wanted, or the last."""
+    """Return the first bin [T, 1] where running sums [T, bins] reach `wanted`, or the last."""
     return torch.searchsorted(sums, wanted).clamp_(max=_BINS + 1)
 
 
 def _window(z: Tensor, reach: Tensor, group: ProcessGroup | None) -> _Bins:
-    """Lay the bins over the range of some columns, from its upper end `reach` [T or 1, 1] down at most."""
+    """Lay the bins over the range of sampled columns, from its upper end at most `reach` [T or 1, 1] down."""
     ends = torch.full((len(z), 2), -torch.inf, dtype=math_dtype(z.dtype), device=z.device)
     if z.shape[1]:
         spans, columns = _SAMPLES
@@ -186,7 +185,7 @@ def _window(z: Tensor, reach: Tensor, group: ProcessGroup | None) -> _Bins:
 
 
 def copy_candidates(z: Tensor, low: Tensor, high: Tensor, beside: Callable[[slice], None]) -> list[Candidates]:
-    """Copy the logits inside each bracket [T, brackets], and call `beside` with each block of rows: one read."""
+    """Copy the logits in each bracket [T, brackets] and call `beside` per block of rows: one read."""
     most = max(64, z.shape[1] // _MOST)
     found: list[list[tuple[Tensor, Tensor]]] = [[] for _ in range(low.shape[1])]
     for rows in even_blocks(z, _COPY_SCRATCH, least=4):
@@ -214,6 +213,6 @@ def _ordered(parts: list[tuple[Tensor, Tensor]], most: int) -> Candidates:
         rows[torch.arange(width) >= width - count.masked_fill(count > most, 0)] = part
         rows.copy_(rows.sort(1).values)
         at += len(count)
-        parts[index] = parts[index][0][:0], count  # its memory
+        parts[index] = parts[index][0][:0], count  # frees its memory
         del part
     return Candidates(values, overflow)

@@ -1,4 +1,4 @@
-"""Chosen columns of vocabulary shards beside one bucket of all others: log-probs that keep the digits of a small rest."""
+"""Log-probs of selected columns plus a bucket of all others, accurate for a tiny rest."""
 
 from __future__ import annotations
 
@@ -20,13 +20,12 @@ if TYPE_CHECKING:
 
 
 def bucketed_log_probs(logits: Tensor, ids: Tensor, keep: Tensor, shard: VocabShard) -> Tensor:
-    """Compute log-probs of each row's own columns, and of all other columns together, under softmax(z / temperature).
+    """Compute log-probs of each row's own columns and of all others together, at the temperature.
 
         out[t, k] = log q(ids[t, k])        out[t, K] = log Σ_{v not in ids[t]} q(v)
 
-    The rest is summed over its own columns, never 1 − Σ of the others: in float32 that is off by 1e-7, which is all of a
-    rest of 1e-7. One all-gather of [T, 2] and one all-reduce of [T, K] floats forward; backward no collective, and the
-    shard is read once more, a block of rows at a time.
+    The rest is summed over its own columns: 1 − Σ of the others would be off by 1e-7 in float32. Forward: one all-gather of
+    [T, 2] and one all-reduce of [T, K] floats. Backward: no collective, one more read in blocks of rows.
 
     >>> from parallel_rl.vocab.shards import VocabShard
     >>> ids, keep = torch.tensor([[0, 1]]), torch.tensor([True])
@@ -34,12 +33,12 @@ def bucketed_log_probs(logits: Tensor, ids: Tensor, keep: Tensor, shard: VocabSh
     tensor(4.1223e-09, dtype=torch.float64)
 
     Args:
-        logits: [T, V/tp] this rank's columns, any float dtype; −inf excludes a word.
-        ids: [T, K] integers, different ones in a row and the same on all ranks of the group.
-        keep: [T] bool; a row without it is 0 with gradient 0, whatever its logits and ids hold.
+        logits: [T, V/tp] this rank's columns, any float dtype; −inf excludes an id.
+        ids: [T, K] integers, distinct in a row and the same on all ranks of the group.
+        keep: [T] bool; other rows are 0 with gradient 0, for any logits and ids.
 
     Returns:
-        [T, K + 1] float64, of shard passes in max(float32, the logits' dtype); the rest is −inf where no word is left.
+        [T, K + 1] float64, from shard passes in max(float32, the logits' dtype); the rest is −inf if no id is left.
 
     Raises:
         ValueError: shapes or dtypes; an id outside the vocabulary in a kept row (where values are checked).
@@ -66,7 +65,7 @@ class _Buckets(torch.autograd.Function):
                 bits = others.sub_(_finite(top)).mul_(rows_of(inv_t, part))
                 rest[part] = torch.cat([top, bits.exp_().sum(1, keepdim=True)], 1)
         reduce_(chosen, shard.group)
-        # Few numbers a row from here on: in float64 the digits of 1 − q are there where q is near 1.
+        # few numbers a row: in float64, 1 − q keeps its digits where q is near 1
         tops, sums = all_gather(rest, shard.group).double().unbind(-1)  # [tp, T]
         scale, top_of_rest = inv_t.double(), tops.amax(0)
         log_rest = (sums * ((tops - _finite(top_of_rest)) * scale[:, 0]).exp()).sum(0).log()
@@ -102,11 +101,11 @@ class _Buckets(torch.autograd.Function):
 
 
 def _others(z: Tensor, columns: Tensor, here: Tensor, dtype: torch.dtype) -> Tensor:
-    """A copy of the logits, −inf at each row's own columns."""
-    excluded = torch.where(here, -torch.inf, torch.inf).to(dtype)  # a column of another shard stands at column 0
+    """Copy the logits, with −inf at each row's own columns."""
+    excluded = torch.where(here, -torch.inf, torch.inf).to(dtype)  # a column of another shard is mapped to column 0
     return z.to(dtype, copy=True).scatter_reduce_(1, columns, excluded, "amin")
 
 
 def _finite(x: Tensor) -> Tensor:
-    """x, or 0 where nothing is left: e^(−inf − 0) is 0, e^(−inf + inf) is not."""
+    """Return x, or 0 where nothing is left: e^(−inf − 0) is 0, e^(−inf + inf) is not."""
     return torch.where(x == -torch.inf, 0.0, x)

@@ -1,4 +1,4 @@
-"""Guards against reading other things as logits: a gradient that a backward wrote over them, or hidden states."""
+"""Guards against reading as logits a gradient written over them, or hidden states."""
 
 from __future__ import annotations
 
@@ -12,23 +12,19 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.autograd.function import FunctionCtx
 
-# An attribute of the storage: every view sees it, and it goes when the memory goes.
+# an attribute of the storage: shared by every view, gone with the memory
 _MARK = "_parallel_rl_gradient_at_version"
 _HIDDEN = "_parallel_rl_hidden_states"
 
 
 def mark_consumed(logits: Tensor) -> None:
-    """Note that a backward has written its gradient over `logits`; whoever writes there again lifts the mark."""
+    """Note that a backward has written its gradient over `logits`; a later write lifts the mark."""
     if not torch.compiler.is_compiling():
         setattr(logits.untyped_storage(), _MARK, logits._version)
 
 
 def check_not_consumed(logits: Tensor) -> None:
-    """Refuse logits that a backward has written over, for free: no value is read. Mode "never" of `set_validation` skips it.
-
-    Raises:
-        ValueError: they hold the gradient of an earlier call with consume_logits=True.
-    """
+    """Refuse logits that a backward has written over, without a read; skipped by validation "never"."""
     if torch.compiler.is_compiling() or get_validation() == "never" or logits.is_inference():
         return
     if getattr(logits.untyped_storage(), _MARK, None) == logits._version:
@@ -39,17 +35,13 @@ def check_not_consumed(logits: Tensor) -> None:
 
 
 def mark_hidden_states(output: Tensor) -> None:
-    """Mark the output of a model with a fused head; views of it have the mark too."""
+    """Mark the output of a model with a fused head, including its views."""
     if not torch.compiler.is_compiling():
         setattr(output.untyped_storage(), _HIDDEN, True)
 
 
 def check_no_hidden_states(logits: Tensor) -> None:
-    """Refuse hidden states that `mark_hidden_states` marked, for free.
-
-    Raises:
-        ValueError: the logits are the output of a model with a fused head.
-    """
+    """Raise ValueError for logits that are the marked output of a model with a fused head."""
     if not torch.compiler.is_compiling() and hasattr(logits.untyped_storage(), _HIDDEN):
         raise ValueError(
             f"the model has a fused head, so its output {list(logits.shape)} is hidden states, not logits; give "
@@ -58,11 +50,7 @@ def check_no_hidden_states(logits: Tensor) -> None:
 
 
 def check_backward(ctx: FunctionCtx, subject: str) -> None:
-    """Refuse a backward that would need a graph, or logits that the first one wrote over (`ctx.consumed`).
-
-    Raises:
-        RuntimeError: create_graph=True, or a second backward through consumed logits.
-    """
+    """Raise RuntimeError for create_graph=True, or a second backward through consumed logits."""
     refuse_second_derivative(subject)
     if ctx.consumed:  # type: ignore[attr-defined]
         raise RuntimeError(
@@ -71,21 +59,13 @@ def check_backward(ctx: FunctionCtx, subject: str) -> None:
 
 
 def refuse_second_derivative(subject: str) -> None:
-    """Refuse a backward with create_graph=True.
-
-    Raises:
-        RuntimeError: gradients are recorded.
-    """
+    """Raise RuntimeError for a backward with create_graph=True."""
     if torch.is_grad_enabled():
         raise RuntimeError(f"{subject} no second derivative; call backward without create_graph=True")
 
 
 def refuse_transforms(*tensors: Tensor) -> None:
-    """Refuse tensors inside a transform of torch.func, which the custom gradients have no rule for.
-
-    Raises:
-        ValueError: one of them is.
-    """
+    """Raise ValueError for tensors inside a torch.func transform: custom gradients have no rule for it."""
     if not torch.compiler.is_compiling() and any(map(torch._C._functorch.is_functorch_wrapped_tensor, tensors)):
         raise ValueError(
             "torch.func's transforms (grad, vjp, jvp, vmap, ...) are not supported: the gradient is written by hand, for "
@@ -94,11 +74,7 @@ def refuse_transforms(*tensors: Tensor) -> None:
 
 
 def saved_logits(ctx: FunctionCtx) -> tuple[Tensor, ...]:
-    """`ctx.saved_tensors`, with an error that says who may have written over the logits since.
-
-    Raises:
-        RuntimeError: they changed since the forward.
-    """
+    """Return `ctx.saved_tensors`; RuntimeError if the logits were written over since the forward."""
     try:
         saved: tuple[Tensor, ...] = ctx.saved_tensors  # type: ignore[attr-defined]
     except RuntimeError as error:

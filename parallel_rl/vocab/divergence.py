@@ -1,4 +1,4 @@
-"""The divergence of two distributions per token from vocabulary shards of their logits: two collectives, none backward."""
+"""Divergence of two distributions per token from vocabulary shards: two collectives, none backward."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ def divergence_of_shards(
     shard: VocabShard,
     teacher_temperature: float | Tensor = 1.0,
 ) -> Tensor:
-    """Compute D(p, q) of each token, p = softmax(teacher / T_p), q = softmax(student / T_q), differentiable in the student.
+    """Compute D(p, q) per token, p = softmax(teacher / T_p), q = softmax(student / T_q).
 
-    Two all-gathers of [T, 4] and [T, 2] floats, combined in rank order, so that all ranks hold the same bits; no
-    collective backward, where the shards are read once more, a block of rows at a time.
+    Differentiable in the student. Forward: all-gathers of [T, 4] and [T, 2] floats, combined in rank order, so all ranks hold
+    the same bits. Backward: no collective, one more read in blocks of rows.
 
     >>> from parallel_rl.functional.distillation import ForwardKL
     >>> from parallel_rl.vocab.shards import VocabShard
@@ -52,8 +52,8 @@ def divergence_of_shards(
     Args:
         student, teacher: [T, V/tp] this rank's columns, any float dtypes; columns beyond `shard.valid` are never read. −inf
             excludes a token id.
-        keep: [T] bool; a row without it is 0 with gradient 0, whatever it holds.
-        shard: of both; its temperature T_q is the student's, and `consume_logits` gives up the student's logits.
+        keep: [T] bool; other rows are 0 with gradient 0.
+        shard: of both; its temperature T_q is the student's, `consume_logits` consumes the student's logits.
 
     Returns:
         [T] in max(float32, the student's dtype).
@@ -110,7 +110,7 @@ class _DivergenceOfShards(torch.autograd.Function):
 
 
 def _normaliser(parts: Tensor, inv_t: Tensor) -> Tensor:
-    """[tp, T, 2] maxima and sums of the shards to [T, 3]: maximum and log-sum of the whole row, and 1 / temperature."""
+    """Combine [tp, T, 2] maxima and sums to [T, 3]: row maximum, log-sum and 1 / temperature."""
     top, log_a, *_ = combine_parts(torch.nn.functional.pad(parts, (0, 1)), inv_t, entropy=False)
     return torch.stack([top, log_a, inv_t[:, 0].expand_as(top)], 1)
 
@@ -118,20 +118,20 @@ def _normaliser(parts: Tensor, inv_t: Tensor) -> Tensor:
 def _over_rows(
     function: Callable[..., Tensor], divergence: Divergence, backend: Backend, z: Tensor, *others: Tensor
 ) -> Iterator[tuple[slice, Tensor]]:
-    """(rows, the function of them) in blocks, so that no second shard is ever in memory."""
+    """Yield (rows, the function of them) in blocks, so no second shard is in memory."""
     function = compiled(function) if z.shape[1] > 0 and compiles(z, backend) else function
     for part in row_blocks(z):
         yield part, function(divergence, *(x[part] for x in (z, *others)))
 
 
 def _sums_of_block(divergence: Divergence, z: Tensor, w: Tensor, rows: Tensor) -> Tensor:
-    """[T, 2] this shard's part of Σ value and of Σ g."""
+    """Compute this shard's part of Σ value and of Σ g, [T, 2]."""
     value, g = divergence.terms(*_log_probs(z, w, rows))
     return torch.stack([value.sum(1), g.sum(1)], 1)
 
 
 def _grad_of_block(divergence: Divergence, z: Tensor, w: Tensor, rows: Tensor, slope: Tensor, keep: Tensor) -> Tensor:
-    """[T, W] in the logits' dtype; slope: [T, 2] Σ g and the upstream gradient over the temperature."""
+    """Compute the gradient [T, W] in the logits' dtype; slope is [T, 2] Σ g and upstream / temperature."""
     log_p, log_q = _log_probs(z, w, rows)
     _, g = divergence.terms(log_p, log_q)
     total, upstream = slope[:, :, None].unbind(1)
@@ -139,6 +139,5 @@ def _grad_of_block(divergence: Divergence, z: Tensor, w: Tensor, rows: Tensor, s
 
 
 def _log_probs(z: Tensor, w: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
-    """log p of the teacher's logits w and log q of the student's z."""
     top_q, log_q, inv_q, top_p, log_p, inv_p = rows[:, :, None].unbind(1)
     return (w.to(rows.dtype) - top_p) * inv_p - log_p, (z.to(rows.dtype) - top_q) * inv_q - log_q

@@ -1,4 +1,4 @@
-"""Logits that are a DTensor: this rank's shard, and what its placements say of it."""
+"""DTensor logits: this rank's shard and its placements."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
     from torch.distributed.tensor.placement_types import Placement
 
-ROLES = {1: "context_parallel_group", 2: "vocab_parallel_group"}  # of the dimension of logits [B, S, V] that it cuts
+ROLES = {1: "context_parallel_group", 2: "vocab_parallel_group"}  # by the dimension of logits [B, S, V] that they cut
 _ARGUMENTS = {1: "context", 2: "tensor"}  # of `ParallelGroups.from_device_mesh`
 
 
@@ -27,9 +27,9 @@ class LogitShard:
     Attributes:
         logits: [B, S_local, V_local].
         length: S, over all context ranks.
-        vocab_size: V, over all tensor ranks; the padding columns of a model among them.
+        vocab_size: V, over all tensor ranks, with the model's padding columns.
         vocab_start: the first column's id.
-        cut: whether the sequence is cut over context ranks, into contiguous parts as `torch.chunk` makes them.
+        cut: the sequence is cut over context ranks, into contiguous parts like `torch.chunk`'s.
     """
 
     logits: Tensor
@@ -40,7 +40,7 @@ class LogitShard:
 
 
 def is_dtensor(x: object) -> bool:
-    """Whether `x` is a DTensor, without an import of what makes them.
+    """Return whether `x` is a DTensor, without importing DTensor.
 
     >>> is_dtensor(3)
     False
@@ -50,7 +50,7 @@ def is_dtensor(x: object) -> bool:
 
 
 def check_plain(name: str, x: object) -> None:
-    """Raises ValueError for a DTensor where a plain tensor is read."""
+    """Raise ValueError for a DTensor where a plain tensor is read."""
     if is_dtensor(x):
         raise ValueError(
             f"{name} is a DTensor; give {name}.full_tensor() of what is whole on every rank, .to_local() of a shard"
@@ -60,12 +60,12 @@ def check_plain(name: str, x: object) -> None:
 def shard_of_dtensor(
     logits: DTensor, tensor_group: ProcessGroup | None, context_group: ProcessGroup | None
 ) -> LogitShard:
-    """Read the placements of logits [B, S, V]: Shard(-1) over the tensor group, Shard(1) over the context group.
+    """Read placements of logits [B, S, V]: Shard(-1) over the tensor, Shard(1) over the context group.
 
-    Rows may be cut over any other dimension of the mesh (Shard(0), data ranks), and be replicated over it.
+    Rows may be sharded (Shard(0), data ranks) or replicated over other mesh dimensions.
 
     Raises:
-        ValueError: any other placement, by the name of the mesh's dimension; a group that is none of its dimensions.
+        ValueError: another placement, by the mesh dimension's name; a group that is no dimension of the mesh.
     """
     mesh = logits.device_mesh
     if logits.dim() != 3:

@@ -1,7 +1,7 @@
-"""Further targets of a row: what branching rows of a prefix tree add to the two passes of the token statistics.
+"""Further targets of branching rows of a prefix tree, in the two passes of the token statistics.
 
-The targets of one row share its maximum and its sums; only their own logits differ. So X numbers are gathered beside the
-rows, and X entries of the gradient are written over those of the pass, which sees such a row without a target.
+The targets of a row share its maximum and sums; only their logits differ. So X numbers are gathered in addition, and X
+gradient entries replace those of the pass, which treats such a row as without target.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ if TYPE_CHECKING:
 
 
 class Branches(NamedTuple):
-    """The further targets of X rows in a backward.
+    """Further targets of X rows in a backward.
 
     Attributes:
         rows: [X] in order. bounds: [T + 1] of the further targets of each row.
-        columns: [X] on this shard, −1 where another one holds it. upstream: [X] gradients of the log-probs.
+        columns: [X] on this shard, −1 if another holds it. upstream: [X] gradients of the log-probs.
     """
 
     rows: Tensor
@@ -40,7 +40,7 @@ class Entries(NamedTuple):
 
 
 def with_branches(spec: RowSpec, branches: Tensor) -> RowSpec:
-    """Extend what [T] rows need by the rows [X] of the further targets, which `spec.targets` [T + X] has already."""
+    """Extend the spec of T rows by the rows [X] of the further targets, already in `spec.targets` [T + X]."""
     inv_t = spec.inv_t if len(spec.inv_t) == 1 else torch.cat([spec.inv_t, spec.inv_t[branches]])
     return spec._replace(keep=torch.cat([spec.keep, spec.keep[branches]]), inv_t=inv_t)
 
@@ -59,7 +59,7 @@ def branch_parts(z: Tensor, parts: Tensor, spec: RowSpec, branches: Tensor) -> T
 def split_edges(
     spec: RowSpec, branches: Tensor, upstream: Tensor | None, number: int
 ) -> tuple[RowSpec, Branches | None, Tensor | None]:
-    """Part the targets and gradients [T + X] of the log-probs into those of T rows, and the further ones."""
+    """Split targets and log-prob gradients [T + X] into those of T rows and the further ones."""
     rows = spec._replace(targets=spec.targets[:number])
     if upstream is None:
         return rows, None, None
@@ -72,7 +72,7 @@ def split_edges(
 def branch_gradient(z: Tensor, spec: RowSpec, rows: Tensor, upstream: OutputGrads, further: Branches) -> Entries | None:
     """Compute the gradient at the further targets, rounded once; None for an empty shard.
 
-    A target of another shard stands for column 0 of its row, whose entry is computed as it is: with what a target adds there.
+    A target of another shard maps to its row's column 0, whose entry keeps its value, with a target's part there.
     """
     if not z.shape[1] or not spec.valid:
         return None

@@ -1,4 +1,4 @@
-"""Draws from vocabulary shards without gathering them: the same tokens from the same logits on any layout."""
+"""Sampling from vocabulary shards without gathering: the same tokens from the same logits on any layout."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.distributed import ProcessGroup
 
-# SplitMix64 (Steele, Lea, Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014), in signed 64-bit
-# integers, whose products and sums wrap around
+# SplitMix64 (Steele, Lea, Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014), in wrapping signed 64-bit
+# integers
 _GAMMA = 0x9E3779B97F4A7C15 - (1 << 64)
 _MIX_1 = 0xBF58476D1CE4E5B9 - (1 << 64)
 _MIX_2 = 0x94D049BB133111EB - (1 << 64)
 
-_CPU_BLOCK = 1 << 16  # noise elements at a time: stays in the second-level cache
+_CPU_BLOCK = 1 << 16  # noise elements at a time: fits the second-level cache
 _DEVICE_BLOCK = 1 << 22
 
 
@@ -40,20 +40,20 @@ def sample_tokens(
     vocab_size: int | None = None,
     vocab_start: int | None = None,
 ) -> Tensor:
-    """Draw one token a row from softmax(z / temperature): Gumbel-max on each shard, then one all-gather of [rows, 2].
+    """Draw one token a row from softmax(z / temperature): Gumbel-max per shard, one all-gather [rows, 2].
 
         token = argmax_v  z_v / temperature − log(−log u(key, v)),     u a hash of (key, v), uniform on (0, 1)
 
-    The noise of column v depends on the row's key and on v alone: neither the shards nor the batch's order and size
-    change what is drawn. It is made in float64, a block of rows at a time. Ties go to the smallest id.
+    The noise of column v depends only on the row's key and v, not on the shards or the batch's order and size. It is float64,
+    in blocks of rows. Ties go to the smallest id.
 
     >>> sample_tokens(torch.tensor([[0.0, 9.0, 1.0]]), sample_keys(0, torch.tensor([7]), torch.tensor([3])), temperature=0)
     tensor([1])
 
     Args:
         logits: [..., V/tp] this rank's columns, any float dtype. −inf is never drawn.
-        keys: [...] int64, one per row, the same on all ranks of the group; see `sample_keys`. Equal keys: equal noise.
-        temperature: 0 is greedy: the largest logit, and the keys do not matter.
+        keys: [...] int64, one per row, the same on all ranks of the group; see `sample_keys`. Equal keys give equal noise.
+        temperature: 0 is greedy: the largest logit, for any keys.
         top_k, top_p: draw from the truncated distribution, see `parallel_rl.vocab.truncation.Truncation`; a few small
             all-reduces more.
         group: tensor-parallel group; None is one shard.
@@ -64,8 +64,8 @@ def sample_tokens(
         [...] int64 token ids, the same on all ranks of the group.
 
     Raises:
-        ValueError: shapes, dtypes or options that do not fit; where values are checked (see `set_validation`) a row
-            with NaN or +inf, or nothing but −inf. On all ranks of the group.
+        ValueError: on all ranks of the group: shapes, dtypes or options that do not fit; where values are checked (see
+            `set_validation`) a row with NaN, +inf or only −inf.
 
     Gumbel-max: Maddison, Tarlow, Minka, "A* sampling", NeurIPS 2014.
     """
@@ -115,12 +115,9 @@ def sample_keys(seed: int, sample_ids: Tensor, positions: Tensor) -> Tensor:
     torch.Size([2])
 
     Args:
-        seed: any integer, taken modulo 2^64.
+        seed: any integer, modulo 2^64.
         sample_ids: [N] integers that name the sample (not its row in the batch).
-        positions: [N] integers, the position of the token that is drawn; the two broadcast.
-
-    Returns:
-        [N] int64.
+        positions: [N] integers, positions of the drawn tokens; the two broadcast.
 
     Raises:
         ValueError: dtypes that are not integers, or shapes that do not broadcast.
@@ -144,7 +141,7 @@ def _best_of_shard(z: Tensor, floor: Tensor | None, keys: Tensor, temperature: f
     """Write each row's largest noisy score and its global id into `best` [rows, 2]."""
     width = z.shape[1]
     block = max(1, (_CPU_BLOCK if z.device.type == "cpu" else _DEVICE_BLOCK) // width)
-    # the row's key is hashed before the column is added: keys that are neighbours share no noise
+    # hash the key before adding the column: neighbouring keys share no noise
     rows = _mix(keys.clone())[:, None]
     columns = torch.arange(start + 1, start + width + 1, dtype=torch.int64, device=z.device).mul_(_GAMMA)
     for first in range(0, z.shape[0], block):
@@ -166,18 +163,18 @@ def _best_of_group(best: Tensor, group: ProcessGroup | None) -> tuple[Tensor, Te
 
 
 def _gumbel(counter: Tensor) -> Tensor:
-    """−log(−log u) in float64; `counter`, overwritten, hashes to u, the middle of one of 2^52 cells of (0, 1)."""
+    """Compute −log(−log u) in float64; `counter` is overwritten and hashes to u, a 2^-52 cell's middle."""
     u = _shift(_mix(counter), 12).to(torch.float64).add_(0.5).mul_(2.0**-52)
     return u.log_().neg_().log_().neg_()
 
 
 def _mix(x: Tensor) -> Tensor:
-    """SplitMix64's finaliser, a bijection of 64-bit integers, in place."""
+    """Apply SplitMix64's finaliser, a bijection of 64-bit integers, in place."""
     x.bitwise_xor_(_shift(x, 30)).mul_(_MIX_1)
     x.bitwise_xor_(_shift(x, 27)).mul_(_MIX_2)
     return x.bitwise_xor_(_shift(x, 31))
 
 
 def _shift(x: Tensor, bits: int) -> Tensor:
-    """x >> bits with zeros coming in (torch's shift repeats the sign)."""
+    """Shift x right by `bits`, filling with zeros (torch repeats the sign)."""
     return (x >> bits).bitwise_and_((1 << (64 - bits)) - 1)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from parallel_rl.vocab.backends.choice import Backend
 
 
-#: sizes of vocabularies whose shards are known to fit together
+#: vocabulary sizes whose shards are known to fit together
 _SPANS: WeakKeyDictionary[ProcessGroup, set[int]] = WeakKeyDictionary()
 
 
@@ -34,19 +34,19 @@ class VocabShard:
 
     Attributes:
         start: global id of the first column.
-        valid: number of real columns; those at or beyond it are padding, outside every softmax and with gradient 0.
+        valid: number of real columns; later ones are padding, outside every softmax and with gradient 0.
         vocab_size: true size V, over all shards.
         group: tensor-parallel group; None is one shard.
         temperature: of softmax(z / temperature): a positive number, or [...] one for each token.
-        entropy: whether the entropy is computed too.
-        sum_pi_squared: whether Σπ² is, beside the entropy.
+        entropy: compute the entropy.
+        sum_pi_squared: compute Σπ² with the entropy.
         logit_scale: s of softmax(s·z / temperature), for a head whose logits are scaled.
-        truncation: the words that each row keeps.
-        consume_logits: whether the backward writes the gradient over the logits.
+        truncation: the ids that each row keeps.
+        consume_logits: the backward writes the gradient over the logits.
         backend: of the passes over the logits, see `token_stats`.
 
     Raises:
-        ValueError: a temperature or a logit_scale that is not positive and finite; k > V; sum_pi_squared without entropy.
+        ValueError: a temperature or logit_scale that is not positive and finite; k > V; sum_pi_squared without entropy.
     """
 
     start: int
@@ -88,15 +88,15 @@ class VocabShard:
         """Find the shard of `width` columns that this rank holds, on the host and without communication.
 
         Even shards, padded or not (`width · tp >= vocab_size`, Megatron), start at `rank · width`. Narrower ones follow
-        `torch.chunk` (DTensor): `ceil(vocab_size / tp)` columns a rank, the last ranks fewer or none. Any other split names
-        its `vocab_start`.
+        `torch.chunk` (DTensor): `ceil(vocab_size / tp)` columns a rank, the last ranks fewer or none. Other splits need
+        `vocab_start`.
 
         Args:
             vocab_size: true size V; None: no padding, even shards.
 
         Raises:
-            ValueError: a width that fits neither rule, `vocab_size` < 1 or `vocab_start` outside [0, vocab_size]; what the
-                class raises.
+            ValueError: a width that fits neither rule, `vocab_size` < 1, `vocab_start` outside [0, vocab_size]; errors of the
+                class.
         """
         start, valid, size = _span(width, group, vocab_size, vocab_start)
         return cls(
@@ -104,24 +104,24 @@ class VocabShard:
         )  # fmt: skip
 
     def at(self, rows: slice | Tensor) -> VocabShard:
-        """How some of the rows are read: with their temperatures, where each has its own."""
+        """Restrict to some rows: with their temperatures, if each has its own."""
         own = isinstance(self.temperature, torch.Tensor) and self.temperature.dim() > 0
         return replace(self, temperature=self.temperature[rows]) if own else self  # type: ignore[index]
 
     @property
     def temperature_of_rows(self) -> float | Tensor:
-        """The temperature, as a column where each row has its own."""
+        """Return the temperature, as a column if each row has its own."""
         return self.temperature[:, None] if isinstance(self.temperature, torch.Tensor) else self.temperature
 
     def inverse_temperature(self, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """logit_scale / temperature: [1, 1], or [T, 1] one for each token."""
+        """Return logit_scale / temperature: [1, 1], or [T, 1] per token."""
         if isinstance(self.temperature, torch.Tensor):
             inverse = self.temperature.to(dtype).reciprocal().reshape(-1, 1)
             return inverse if self.logit_scale == 1 else inverse * self.logit_scale
         return torch.full((1, 1), self.logit_scale / self.temperature, dtype=dtype, device=device)
 
     def local(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Each id's column of this shard (0 where it is elsewhere), and whether it is here."""
+        """Return each id's column of this shard (0 if it is elsewhere), and whether it is here."""
         columns = ids.to(torch.int64) - self.start
         here = (columns >= 0) & (columns < self.valid)
         return torch.where(here, columns, 0), here
@@ -130,10 +130,10 @@ class VocabShard:
 def check_spans(
     group: ProcessGroup | None, width: int, vocab_size: int | None, vocab_start: int | None, like: Tensor
 ) -> None:
-    """Refuse shards with an explicit `vocab_start` that overlap or leave a hole: softmax and targets would be wrong in silence.
+    """Refuse shards with `vocab_start` that overlap or leave a hole, which would silently be wrong.
 
-    Costs one all-gather of two integers, and a copy to the host, in the first call on a group with a vocabulary of this
-    size; none without `vocab_start`, nor in mode "never". All ranks of the group call it, with `vocab_start` or without.
+    Costs one all-gather of two integers and a copy to the host, in a group's first call with this vocabulary size; nothing
+    without `vocab_start` or in mode "never". All ranks of the group call it, with or without `vocab_start`.
 
     Raises:
         ValueError: on all ranks of the group.
@@ -160,7 +160,6 @@ def check_spans(
 
 
 def check_logit_scale(scale: float) -> None:
-    """Raises ValueError for a scale of logits that is not positive and finite."""
     if not 0 < scale < math.inf:
         raise ValueError(f"logit_scale = {scale} must be positive and finite; 1 leaves the logits as they are")
 
@@ -168,7 +167,7 @@ def check_logit_scale(scale: float) -> None:
 def _span(
     width: int, group: ProcessGroup | None, vocab_size: int | None, vocab_start: int | None
 ) -> tuple[int, int, int]:
-    """(first column's id, real columns, V), see `VocabShard.of`."""
+    """Return (first column's id, real columns, V), see `VocabShard.of`."""
     tp, rank = group_size(group), group_rank(group)
     if vocab_size is None:
         if vocab_start is not None:

@@ -40,7 +40,7 @@ IGNORE_INDEX = -100
 
 
 class TokenStats(NamedTuple):
-    """Statistics of each token, in max(float32, the logits' dtype), differentiable in any combination but for Σπ²."""
+    """Token statistics in max(float32, the logits' dtype), differentiable except for Σπ²."""
 
     logprobs: Tensor
     entropy: Tensor | None
@@ -62,12 +62,12 @@ def token_stats(
     consume_logits: bool = False,
     backend: Backend = "auto",
 ) -> TokenStats:
-    """Compute log-prob of the target, entropy and log-sum-exp of softmax(z / temperature) from vocabulary shards.
+    """Compute log-prob of the target, entropy and log-sum-exp of softmax(z / temperature) from shards.
 
         log p_y = z_y/T − lse        H = −Σ p log p        lse = log Σ e^{z/T}
 
-    One read of the logits and one all-gather of [tokens, 4] floats forward; one read and one write, no collective,
-    backward. All ranks of the group hold the same bits.
+    Forward: one read of the logits and one all-gather of [tokens, 4] floats. Backward: one read and one write, no collective.
+    All ranks of the group hold the same bits.
 
     >>> stats = token_stats(torch.tensor([[0.0, 0.0, 0.0, 0.0], [1.0, 2.0, 3.0, 4.0]]), torch.tensor([1, 3]))
     >>> stats.logprobs, stats.entropy
@@ -77,23 +77,23 @@ def token_stats(
         logits: [..., V/tp] this rank's columns, any float dtype; the mathematics runs in max(float32, dtype).
         targets: [...] global token ids; the same on all ranks.
         group: tensor-parallel group; None is one shard.
-        vocab_size: true size V; columns at or beyond it are padding, outside the softmax and with gradient 0. None: no
-            padding, even shards. vocab_start: first column's id, for a split that is neither even nor `torch.chunk`'s.
-        temperature: positive number, or [...] one for each token.
-        ignore_index: where `targets` has it, all statistics are 0 with gradient 0, whatever the logits hold (NaN too).
+        vocab_size: true size V; later columns are padding, outside the softmax and with gradient 0. None: no padding, even
+            shards. vocab_start: first column's id, if the split is neither even nor `torch.chunk`'s.
+        temperature: positive number, or [...] one per token.
+        ignore_index: targets whose statistics are 0 with gradient 0, for any logits (NaN too).
         entropy: False leaves it out.
-        sum_pi_squared: compute Σ_v p_v² as well, in the same pass; without gradient.
+        sum_pi_squared: compute Σ_v p_v² too, in the same pass, without gradient.
         consume_logits: the backward writes the gradient over the logits; a later reader is refused.
-        backend: "triton" (kernels; float64 logits stay with torch), "compiled" (torch.compile), "eager" (cache-sized
-            blocks), or "auto": Triton on CUDA where it is installed, elsewhere compiled where the shard is large.
+        backend: "triton" (kernels; float64 logits stay with torch), "compiled" (torch.compile), "eager" (cache-sized blocks),
+            or "auto": Triton on CUDA if installed, else compiled if the shard is large.
 
     Returns:
         `TokenStats` of tensors shaped like `targets`.
 
     Raises:
-        ValueError: shapes, dtypes or options that do not fit; logits that an earlier call consumed; where values are checked
-            (see `set_validation`) a target outside [0, V) and a temperature that is not positive and finite; on all ranks of
-            the group. In the backward of mode "always": upstream gradients in which the ranks differ.
+        ValueError: on all ranks of the group: shapes, dtypes or options that do not fit; consumed logits; where values are
+            checked (see `set_validation`) a target outside [0, V) or a temperature that is not positive and finite. In
+            backward with mode "always": upstream gradients that differ between ranks.
         RuntimeError: in a backward, logits that were written over since the forward.
     """
 
@@ -115,10 +115,10 @@ def token_stats(
 def stats_of_shard(
     logits: Tensor, targets: Tensor, keep: Tensor, shard: VocabShard, floor: Tensor | None = None
 ) -> TokenStats:
-    """`token_stats` after its checks; `keep` [...] marks the tokens that count.
+    """Compute `token_stats` after its checks; `keep` [...] marks the tokens that count.
 
     Args:
-        floor: [T, 1] the smallest logit that each row keeps; None keeps all, whatever `shard.truncation` says.
+        floor: [T, 1] the smallest logit that each row keeps; None keeps all, for any `shard.truncation`.
     """
     size = targets.numel(), logits.shape[-1]  # not −1: an empty shard of an uneven split has no column
     flat = logits.view(size) if shard.consume_logits else logits.reshape(size)
@@ -128,16 +128,16 @@ def stats_of_shard(
 
 
 def stats_of_edges(logits: Tensor, targets: Tensor, keep: Tensor, shard: VocabShard, branches: Tensor) -> TokenStats:
-    """Compute the statistics of rows that have several targets: no row is copied, and nothing is read or gathered twice.
+    """Compute the statistics of rows with several targets, without copying rows or reading twice.
 
     Args:
         logits: [T, V/tp].
-        targets: [T + X] the target of each row, −1 where it has none or several; then those of the branching rows.
+        targets: [T + X] the target of each row, −1 for none or several; then those of the branching rows.
         keep: [T] the rows that count.
         branches: [X] the row of each further target, in order.
 
     Returns:
-        `TokenStats` with log-probs [T + X], −inf where there is no target; the others are [T].
+        `TokenStats` with log-probs [T + X], −inf without a target; the others are [T].
     """
     inv_t = shard.inverse_temperature(math_dtype(logits.dtype), logits.device)
     return TokenStats(*_TokenStats.apply(logits, targets, keep, inv_t, shard, None, branches))
@@ -159,7 +159,7 @@ class _TokenStats(torch.autograd.Function):
         spec = edges if branches is None else edges._replace(targets=targets[: len(z)])
         asked = shard.entropy, shard.backend, shard.sum_pi_squared
         parts = None
-        if floor is not None:  # the dropped ones have probability 0, so their gradient is 0 already
+        if floor is not None:  # dropped logits have probability 0, hence gradient 0
             kept = None if shard.consume_logits else torch.empty_like(z, memory_format=torch.contiguous_format)
             parts = truncated_row_parts(z.detach(), floor, spec, *asked, kept=kept)
             z = z if kept is None else kept
@@ -208,7 +208,6 @@ class _TokenStats(torch.autograd.Function):
 
 
 def check_dense(name: str, output: Tensor) -> None:
-    """Raises ValueError for an output of the model of 8 bits, or one that is not dense."""
     if output.dtype.itemsize < 2 or output.layout != torch.strided:
         raise ValueError(f"{name} must be dense, of 16 bits or more; got {output.dtype}, {output.layout}")
 
@@ -217,8 +216,8 @@ def check_logits(logits: Tensor, consume_logits: bool, backend: Backend) -> None
     """Check the logits' shape, dtype and device against the options, without reading a value.
 
     Raises:
-        ValueError: fewer than two dimensions, integers, consume_logits=True without contiguous memory, logits that an earlier
-            call consumed, hidden states of a fused head, a transform of torch.func, a backend that cannot run here.
+        ValueError: fewer than two dimensions, integers, consume_logits=True without contiguous memory, consumed logits,
+            hidden states of a fused head, a transform of torch.func, a backend that cannot run here.
     """
     if not logits.is_floating_point() or logits.dim() < 2:
         raise ValueError(
@@ -238,12 +237,7 @@ def check_logits(logits: Tensor, consume_logits: bool, backend: Backend) -> None
 
 
 def check_tokens(targets: Tensor, shape: Sequence[int], shard: VocabShard, ignore_index: int) -> None:
-    """Check [...] targets and, where it is a tensor, the temperature of each; values where they are checked.
-
-    Raises:
-        ValueError: a shape other than `shape`, targets of another dtype, a target outside the vocabulary, a temperature that
-            is not positive and finite where the target is not `ignore_index`.
-    """
+    """Raise ValueError for wrong targets [...] or, if a tensor, their temperature; values if checked."""
     if list(targets.shape) != list(shape) or targets.dtype not in (torch.int64, torch.int32):
         raise ValueError(f"targets must be int64 or int32 {list(shape)}, got {targets.dtype} {list(targets.shape)}")
     check_targets(targets, shard.vocab_size, ignore_index)
@@ -264,11 +258,7 @@ def check_tokens(targets: Tensor, shape: Sequence[int], shard: VocabShard, ignor
 
 
 def check_targets(targets: Tensor, vocab_size: int, ignore_index: int | None = IGNORE_INDEX) -> None:
-    """Check that every target lies in the vocabulary or is `ignore_index`, where values are checked.
-
-    Raises:
-        ValueError: one that does not.
-    """
+    """Raise ValueError for a checked target outside the vocabulary other than `ignore_index`."""
     if not checks_values(targets):
         return
     wrong = (targets < 0) | (targets >= vocab_size)

@@ -1,18 +1,18 @@
-"""The smallest logit that a top-k or top-p row keeps, from vocabulary shards, without gathering or sorting them.
+"""Smallest logit that a top-k or top-p row keeps, from vocabulary shards, without gathering or sorting them.
 
-It is the largest number τ with H(τ) ≥ target, where
+It is the largest τ with H(τ) ≥ target, where
 
     top-k:  H(τ) = #{v: z_v ≥ τ}                         target = k
     top-p:  H(τ) = Σ_{z_v ≥ τ} e^{(z_v − max z)/T}         target = p · H(−∞), over what top-k left
 
-so that ties at the threshold stay, and the largest logit too. τ is found digit by digit on the ordered bit patterns of the
-logits' dtype, and one all-reduce of [T, 8] integers a digit joins the ranks. Masses are integers too, multiples of a fixed
-fraction of the largest one, so that their sums depend on no order and no split.
+so ties at the threshold and the largest logit stay. τ is found digit by digit on the ordered bit patterns of the logits'
+dtype, with one all-reduce of [T, 8] integers a digit. Masses are integers, too, multiples of a fixed fraction of the largest
+one, so their sums depend on no order and no split.
 
-Top-p's digits are found among a few logits of each row, which `brackets` gets from two reads of the shard. Rows whose threshold
-is not among those read the shard for each digit: on a CPU after the others; on a card beside them, in the kernels of
-`backends.triton.threshold`, so that nothing waits for their number and the ranks call the same collectives. For each digit read
-the shard top-k alone, which that suits, and top-p on a card without Triton or where torch.compile traces it for a CPU.
+Top-p searches among a few logits of each row, which `brackets` finds in two reads of the shard. Rows whose threshold is not
+among them read the shard for each digit: on a CPU after the others; on a card together, in the kernels of
+`backends.triton.threshold`, so nothing waits for their number and ranks call the same collectives. Top-k alone reads the
+shard for each digit, as does top-p on a card without Triton or traced by torch.compile for a CPU.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ if TYPE_CHECKING:
     from parallel_rl.vocab.backends.choice import Backend
     from parallel_rl.vocab.shards import VocabShard
 
-_DIGIT = 3  # bits of the threshold that one pass finds
-# A search makes several passes, and eager ones are slow: compiling pays from fewer logits on than for one pass.
+_DIGIT = 3  # bits of the threshold per pass
+# a search makes several passes, and eager ones are slow: compiling pays from fewer logits on than for one pass
 _COMPILE_FROM = 1 << 18
-_SCRATCH = 1 << 12  # candidates that are weighed at once
+_SCRATCH = 1 << 12  # candidates weighed at once
 # bits of a float, the integer of that size, and the pattern of +inf
 _PATTERNS = {
     torch.bfloat16: (16, torch.int16, 0x7F80),
@@ -58,7 +58,7 @@ _PATTERNS = {
 
 
 def kept_floor(z: Tensor, shard: VocabShard) -> Tensor:
-    """Find the smallest logit that each row keeps, [T, 1] in z's dtype; −inf where all stay. The same on every split.
+    """Find the smallest logit that each row keeps, [T, 1] in z's dtype, −inf if all stay; for any split.
 
     >>> from parallel_rl.vocab.shards import VocabShard
     >>> from parallel_rl.vocab.truncation import Truncation
@@ -89,7 +89,7 @@ def kept_floor(z: Tensor, shard: VocabShard) -> Tensor:
 
 
 class _Search(NamedTuple):
-    """A search for the thresholds [T, 1] of some rows, in the dtype of the mathematics."""
+    """Search for the thresholds [T, 1] of some rows, in the dtype of the mathematics."""
 
     top_k: int | None
     top_p: float | None
@@ -102,7 +102,7 @@ class _Search(NamedTuple):
         return self if len(self.inv_t) == 1 else self._replace(inv_t=self.inv_t[rows])
 
     def in_logits(self, z: Tensor) -> Tensor:
-        """Read all logits for each digit. Nothing waits for a value."""
+        """Read all logits for each digit, without waiting for a value."""
         floor = torch.full((len(z), 1), -torch.inf, dtype=math_dtype(z.dtype), device=z.device)
         if self.top_k is not None:
             k = torch.full((len(z), 1), self.top_k, device=z.device)
@@ -114,7 +114,7 @@ class _Search(NamedTuple):
         return floor
 
     def in_candidates(self, z: Tensor) -> Tensor:
-        """Read all logits twice, and a few of them for each digit; a row is ±inf where the few do not hold the threshold."""
+        """Read all logits twice and a few per digit; ±inf for a row whose few do not hold the threshold."""
         assert self.top_p is not None
         brackets = find_brackets(z, self.top_k, self.top_p, self.inv_t, self.vocab_size, self.group)
         scale, all_stay = self.scale(brackets.largest), torch.full_like(brackets.largest, -torch.inf)
@@ -140,7 +140,7 @@ class _Search(NamedTuple):
         return torch.where(missed, torch.inf, _digits(held, lambda _: wanted, values, self.group))
 
     def by_kernels(self, z: Tensor) -> Tensor:
-        """Read all logits twice, and a few for each digit, or all of a row where the few do not hold its threshold."""
+        """Read all logits twice and a few per digit, or all of a row whose few do not hold its threshold."""
         from parallel_rl.vocab.backends.triton.threshold import vocab_held, vocab_weigh
 
         if self.top_p is None:
@@ -173,7 +173,7 @@ class _Search(NamedTuple):
         return _digits(among(-1, missed, 3, (floor, *scale)), lambda _: wanted, z, self.group)
 
     def scale(self, largest: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """(the row's largest logit, 1/temperature, the largest mass), [T, 1] or [1, 1], from each shard's largest logits."""
+        """Return (the row's maximum, 1/temperature, the largest mass), [T, 1] or [1, 1]."""
         top = reduce_(largest.double(), self.group, dist.ReduceOp.MAX)
         bits = 62 - max(1, (self.vocab_size - 1).bit_length())  # the sum of V masses of at most 2^bits fits
         unit = torch.full((1, 1), 2.0**bits, dtype=torch.float64, device=top.device)
@@ -187,11 +187,11 @@ class _Search(NamedTuple):
 def _digits(
     held: Callable[[Tensor], Tensor], target: Callable[[Tensor], Tensor], z: Tensor, group: ProcessGroup | None
 ) -> Tensor:
-    """Find [T, 1] the largest τ with H(τ) ≥ target(H(−inf)); `held` gives this shard's part of H at pivots [T, 8]."""
+    """Find [T, 1] the largest τ with H(τ) ≥ target(H(−inf)); `held` is this shard's H at pivots [T, 8]."""
     bits, integers, infinity = _PATTERNS[z.dtype]
 
     def floats(key: Tensor) -> Tensor:
-        """Integers in the order of the floats, patterns of NaN left out, as floats."""
+        """Convert integers in float order, without NaN patterns, to floats."""
         key = key.clamp(-infinity - 1, infinity)
         pattern = torch.where(key < 0, key ^ ((1 << (bits - 1)) - 1), key)
         return pattern.to(integers).view(z.dtype).to(math_dtype(z.dtype))
@@ -199,9 +199,9 @@ def _digits(
     key = torch.full((z.shape[0], 1), -(1 << (bits - 1)), dtype=torch.int64, device=z.device)
     digits = torch.arange(1 << _DIGIT, device=z.device)
     wanted: Tensor | None = None
-    # The last digit may overlap the one before: what lies above the threshold fails the test again.
+    # the last digit may overlap the one before: what lies above the threshold fails the test again
     for shift in (*range(bits - _DIGIT, 0, -_DIGIT), 0):
-        # wraps around to the right key where the shift overflows
+        # wraps around to the right key if the shift overflows
         sums = reduce_(held(floats(key + (digits << shift))), group)
         if wanted is None:
             wanted = target(sums[:, :1])  # the very first pivot is −inf
@@ -221,7 +221,7 @@ def _held(
 
 
 def _held_above(values: Tensor, base: Tensor, rest: tuple[Tensor, ...], pivots: Tensor) -> Tensor:
-    """`base` [T, 1] and the number of the ascending values [T, C] from each pivot on, or with the `rest` of it their mass."""
+    """Add to `base` [T, 1] the number, or with `rest` the mass, of ascending values from each pivot on."""
     held = []
     for rows in even_blocks(values, _SCRATCH):
         part = values[rows]
@@ -235,10 +235,10 @@ def _held_above(values: Tensor, base: Tensor, rest: tuple[Tensor, ...], pivots: 
 
 
 def _weigh(z: Tensor, high: Tensor, top: Tensor, inv_t: Tensor, scale: Tensor) -> Tensor:
-    """Weigh the logits above the brackets of top-k, if it asks, and of top-p, from their upper ends [T, 1 or 2].
+    """Weigh the logits above the brackets of top-k (optional) and top-p; upper ends [T, 1 or 2].
 
     Returns:
-        [T, 3] how many are above the first; their mass, or without top-k that of all; the mass above the last.
+        [T, 3]: the count above the first; their mass, or without top-k the total; the mass above the last.
     """
     mass = _mass(z, torch.full_like(high[:, :1], -torch.inf), top, inv_t, scale)
     z = z.to(high.dtype)
@@ -249,7 +249,7 @@ def _weigh(z: Tensor, high: Tensor, top: Tensor, inv_t: Tensor, scale: Tensor) -
 
 
 def _pays(z: Tensor, backend: Backend) -> bool:
-    """Whether passes over these logits, or over blocks of their rows, run compiled."""
+    """Return whether passes over these logits, or blocks of their rows, run compiled."""
     return (backend == "auto" and z.numel() >= _COMPILE_FROM and compiler_works(z.device.type)) or compiles(z, backend)
 
 
@@ -265,6 +265,6 @@ def _masses(z: Tensor, pivots: Tensor, floor: Tensor, top: Tensor, inv_t: Tensor
 
 
 def _mass(z: Tensor, floor: Tensor, top: Tensor, inv_t: Tensor, scale: Tensor) -> Tensor:
-    # in float64: another rounding of e^x, on another width of a shard, must not move a threshold
+    # in float64: another rounding of e^x, for another shard width, must not move a threshold
     mass = (((z.double() - top) * inv_t).exp() * scale).to(torch.int64)
     return torch.where(z.to(floor.dtype) >= floor, mass, 0)

@@ -1,4 +1,4 @@
-"""Chosen columns of vocabulary shards, and the largest ones, without gathering the logits."""
+"""Chosen and largest columns of vocabulary shards, without gathering the logits."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ def gather_columns(logits: Tensor, ids: Tensor, keep: Tensor, shard: VocabShard)
 
         out[t, k] = z[t, ids[t, k]] / temperature
 
-    Forward: one all-reduce of [T, K], which adds zeros to the owner's number, so all ranks hold the same bits. Backward:
-    a local scatter, no collective: every tensor rank computes the same loss.
+    Forward: one all-reduce of [T, K], which adds zeros to the owner's number, so all ranks hold the same bits. Backward: a
+    local scatter, as every tensor rank computes the same loss.
 
     >>> from parallel_rl.vocab.shards import VocabShard
     >>> gather_columns(torch.tensor([[1.0, 2.0, 3.0]]), torch.tensor([[2, 0]]), torch.tensor([True]), VocabShard.of(3))
@@ -40,7 +40,7 @@ def gather_columns(logits: Tensor, ids: Tensor, keep: Tensor, shard: VocabShard)
     Args:
         logits: [T, V/tp] this rank's columns, any float dtype.
         ids: [T, K] integers, the same on all ranks of the group.
-        keep: [T] bool; a row without it is 0 with gradient 0, whatever its logits and ids hold.
+        keep: [T] bool; other rows are 0 with gradient 0, for any logits and ids.
 
     Returns:
         [T, K] in max(float32, the logits' dtype).
@@ -55,10 +55,10 @@ def gather_columns(logits: Tensor, ids: Tensor, keep: Tensor, shard: VocabShard)
 
 
 def column_log_probs(logits: Tensor, ids: Tensor, keep: Tensor, shard: VocabShard) -> tuple[Tensor, Tensor]:
-    """Compute log-probs of each row's own columns under softmax(z / temperature) over the vocabulary, and its entropy.
+    """Compute log-probs of each row's own columns under softmax(z / temperature), and its entropy.
 
-    One all-gather of [T, 4] and one all-reduce of [T, K] floats forward. Backward: no collective; the gradient of both is
-    summed before it is rounded to the logits' dtype.
+    Forward: one all-gather of [T, 4] and one all-reduce of [T, K] floats. Backward: no collective; both gradients are summed
+    before rounding to the logits' dtype.
 
     >>> from parallel_rl.vocab.shards import VocabShard
     >>> column_log_probs(torch.zeros(1, 4), torch.tensor([[2, 0]]), torch.tensor([True]), VocabShard.of(4))
@@ -80,7 +80,7 @@ def column_log_probs(logits: Tensor, ids: Tensor, keep: Tensor, shard: VocabShar
 
 
 def local_columns(logits: Tensor, ids: Tensor, keep: Tensor, shard: VocabShard) -> tuple[Tensor, Tensor]:
-    """Find each id's column of this shard (0 where it is not here), and whether it is here, in a kept row.
+    """Find each id's column of this shard (0 if elsewhere), and whether it is here, in a kept row.
 
     >>> from parallel_rl.vocab.shards import VocabShard
     >>> ids, keep, shard = torch.tensor([[3, 0]]), torch.tensor([True]), VocabShard(start=2, valid=2, vocab_size=4)
@@ -98,11 +98,7 @@ def local_columns(logits: Tensor, ids: Tensor, keep: Tensor, shard: VocabShard) 
 
 
 def check_columns(name: str, ids: Tensor, vocab_size: int) -> None:
-    """Check that every id lies in the vocabulary, where values are checked.
-
-    Raises:
-        ValueError: one that does not, with its index; ids that are not integers.
-    """
+    """Raise ValueError for ids that are no integers or, if checked, outside the vocabulary."""
     if ids.is_floating_point() or ids.dtype == torch.bool:
         raise ValueError(f"{name} must hold integers, got {ids.dtype}")
     if not checks_values(ids):
@@ -115,17 +111,16 @@ def check_columns(name: str, ids: Tensor, vocab_size: int) -> None:
 
 @torch.no_grad()
 def top_columns(logits: Tensor, k: int, shard: VocabShard) -> tuple[Tensor, Tensor]:
-    """Find the k largest logits of each row and their global ids, which a teacher's forward stores for distillation.
+    """Find the k largest logits of each row and their global ids, e.g. of a teacher for distillation.
 
-    Each shard's own largest, then two all-gathers of [T, k]. Of equal logits the one with the smaller id comes first, so that
-    every split of the vocabulary gives the same.
+    Each shard's largest, then two all-gathers of [T, k]. Of equal logits the smaller id comes first, for every split.
 
     >>> from parallel_rl.vocab.shards import VocabShard
     >>> top_columns(torch.tensor([[1.0, 3.0, 2.0, 3.0]]), 2, VocabShard.of(4))
     (tensor([[3., 3.]]), tensor([[1, 3]]))
 
     Args:
-        logits: [T, V/tp], whatever the temperature. k: at most `shard.vocab_size`.
+        logits: [T, V/tp], before any temperature. k: at most `shard.vocab_size`.
 
     Returns:
         Values [T, k] in max(float32, the logits' dtype), descending, and ids [T, k] int64; the same on all ranks.
@@ -142,7 +137,7 @@ def top_columns(logits: Tensor, k: int, shard: VocabShard) -> tuple[Tensor, Tens
         values, columns = _top_of_shard(logits[:, : shard.valid], mine)
         best[:, :mine], ids[:, :mine] = values.to(best.dtype), columns + shard.start
     best, ids = (all_gather(part, shard.group).transpose(0, 1).flatten(1) for part in (best, ids))
-    # a shard's padding may tie with a real −inf: the smaller id is the real one
+    # a shard's padding may tie with a real −inf, whose id is smaller
     order = ids.argsort(dim=1, stable=True)
     best, ids = best.gather(1, order), ids.gather(1, order)
     order = best.argsort(dim=1, descending=True, stable=True)[:, :k]
@@ -150,7 +145,7 @@ def top_columns(logits: Tensor, k: int, shard: VocabShard) -> tuple[Tensor, Tens
 
 
 def _top_of_shard(z: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """The k largest of each row; of those that equal the k-th, the ones with the smallest columns (`topk` takes any)."""
+    """Return the k largest of each row; of ties at the k-th, those with the smallest columns."""
     if k == 1:
         values, columns = z.max(1, keepdim=True)  # the first of equals
         return values, columns
@@ -222,7 +217,7 @@ class _ColumnLogProbs(torch.autograd.Function):
         dz = z if ctx.consumed else torch.empty_like(z, memory_format=torch.contiguous_format)  # type: ignore[attr-defined]
         dz[:, valid:] = 0
         for part in row_blocks(z[:, :valid]) if valid else ():
-            # in the dtype of the mathematics: two roundings, one of each gradient, could be all that is left
+            # in the mathematics' dtype: two rounded gradients could leave only rounding
             both = logits_gradient(z[part, :valid], inv_t, rows[part], keep[part])
             dz[part, :valid] = both.scatter_add_(1, columns[part], at_columns[part]).to(dz.dtype)
         if ctx.consumed:  # type: ignore[attr-defined]

@@ -41,34 +41,32 @@ def truncated_token_stats(
     consume_logits: bool = False,
     backend: Backend = "auto",
 ) -> TokenStats:
-    """Compute `token_stats` of softmax(z / temperature) restricted to what top-k, then top-p, or a recorded set keeps.
+    """Compute `token_stats` of softmax(z / temperature) cut by top-k, then top-p, or a recorded set.
 
         log p_y = z_y/T − lse       lse = log Σ_{v kept} e^{z_v/T}       −inf where y is not kept
 
-    Ties with the last kept logit stay, and the largest one always. The threshold is found without sorting or gathering, by
-    small all-reduces of [tokens, 8] integers, 6 for 16-bit logits and 11 for float32, beside the collective of the statistics;
-    it is the same for every split of the vocabulary. Top-p reads the logits twice for it, and rows with thousands of equal
-    logits at the threshold once more for each all-reduce; for top-k alone, and on a card without Triton, each all-reduce has
-    its read. On a card up to a thirty-second of the logits is copied meanwhile, with top-k twice that. Gradients pass through
-    the kept logits; the kept set is a constant.
+    Ties with the last kept logit, and the largest logit, always stay. The threshold needs no sorting or gathering, only small
+    all-reduces of [tokens, 8] integers (6 for 16-bit logits, 11 for float32), and is the same for every split. Top-p reads
+    the logits twice for it, and rows with thousands of equal logits at the threshold again for each all-reduce; top-k alone,
+    and a card without Triton, read for each all-reduce. A card copies up to a thirty-second of the logits meanwhile, with
+    top-k twice that. Gradients pass through the kept logits; the kept set is a constant.
 
     >>> truncated_token_stats(torch.tensor([[1.0, 2.0, 3.0, 4.0]] * 2), torch.tensor([3, 0]), top_k=2).logprobs
     tensor([-0.3133,    -inf])
 
     Args:
         logits, targets, group, vocab_size, vocab_start, temperature, ignore_index, entropy, sum_pi_squared, consume_logits,
-            backend: as for `token_stats`. Without consume_logits one copy of the logits is made; with it they hold −inf
-            afterwards where a token was dropped, until the backward writes the gradient there.
+            backend: as for `token_stats`. Without consume_logits the logits are copied once; with it they hold −inf where a
+            token was dropped, until the backward writes the gradient.
         top_k, top_p: see `Truncation`.
-        kept_ids: [..., K] instead of the rules: each token's recorded kept set, global ids, once each, padded with −1. The
+        kept_ids: [..., K] instead of the rules: each token's recorded kept set, distinct global ids, padded with −1. The
             target counts as kept.
 
     Returns:
-        `TokenStats`; a target that is not kept has log-prob −inf with gradient 0, its entropy and lse are of the kept set.
+        `TokenStats`; a target that is not kept has log-prob −inf with gradient 0; its entropy and lse are of the kept set.
 
     Raises:
-        ValueError: what `token_stats` raises; k outside [1, V], p outside (0, 1], no rule at all, or top_k or top_p
-            combined with `kept_ids`.
+        ValueError: errors of `token_stats`; k outside [1, V], p outside (0, 1], no rule, or top_k or top_p with `kept_ids`.
 
     Nucleus sampling: Holtzman et al., "The curious case of neural text degeneration", arXiv 1904.09751.
     """
@@ -93,12 +91,7 @@ def truncated_token_stats(
 
 
 def check_kept_ids(kept_ids: Tensor, valid: Tensor, vocab_size: int) -> None:
-    """Check [..., K] recorded kept sets of the tokens [...].
-
-    Raises:
-        ValueError: a shape that is not that of the tokens and K; where values are checked, an id of a valid token outside the
-            vocabulary that is not −1, or an id twice in a set.
-    """
+    """Raise ValueError for kept sets [..., K] of a wrong shape, with a wrong id, or an id twice."""
     if kept_ids.dim() != valid.dim() + 1 or kept_ids.shape[:-1] != valid.shape or kept_ids.shape[-1] < 1:
         raise ValueError(f"kept_ids must be [{', '.join(map(str, valid.shape))}, K], got {list(kept_ids.shape)}")
     used = valid[..., None] & (kept_ids != -1)
@@ -116,7 +109,7 @@ def check_kept_ids(kept_ids: Tensor, valid: Tensor, vocab_size: int) -> None:
 def truncated_stats_of_shard(
     logits: Tensor, targets: Tensor, keep: Tensor, shard: VocabShard, kept_ids: Tensor | None = None
 ) -> TokenStats:
-    """`truncated_token_stats` after its checks; `keep` [...] marks the tokens that count."""
+    """Compute `truncated_token_stats` after its checks; `keep` [...] marks the tokens that count."""
     if not shard.truncation:
         return stats_of_shard(logits, targets, keep, shard)
     size = targets.numel(), logits.shape[-1]
@@ -137,9 +130,9 @@ def truncated_stats_of_shard(
 
 
 def _kept_columns(z: Tensor, targets: Tensor, kept_ids: Tensor, shard: VocabShard) -> tuple[Tensor, Tensor]:
-    """Gather the kept logits that this shard has, [T, K + 1], the others −inf; the target is the last column, or −1 elsewhere.
+    """Gather this shard's kept logits, [T, K + 1], others −inf; the target is the last column, or −1.
 
-    A row of them is a shard of the truncated distribution, whatever the order.
+    A row of them, in any order, is a shard of the truncated distribution.
     """
     ids = torch.cat([torch.where(kept_ids == targets[:, None], -1, kept_ids), targets[:, None]], 1)
     columns, here = shard.local(ids)

@@ -1,4 +1,4 @@
-"""The rule of a truncated policy: top-k, top-p (nucleus), or the sampler's recorded kept sets."""
+"""Rule of a truncated policy: top-k, top-p (nucleus), or the sampler's recorded kept sets."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Truncation:
-    """The tokens that a row keeps; by default all. The order is temperature, top-k, top-p, as in samplers.
+    """Tokens that a row keeps; by default all. The order is temperature, top-k, top-p, as in samplers.
 
     >>> bool(Truncation()), bool(Truncation(top_k=50))
     (False, True)
 
     Attributes:
-        top_k: the k largest logits, and what equals the k-th.
+        top_k: the k largest logits, and ties with the k-th.
         top_p: of these the largest that together hold the fraction p: a token stays if all larger ones hold less than p.
-        kept_sets: the ids that the sampler recorded for each token, and the token itself.
+        kept_sets: the sampler's recorded ids of each token, and the token itself.
 
     Raises:
         ValueError: k < 1, p outside (0, 1], kept sets combined with top_k or top_p.
@@ -40,11 +40,7 @@ class Truncation:
         return self.kept_sets or (self.top_k, self.top_p) != (None, None)
 
     def check(self, vocab_size: int) -> None:
-        """Check k against the size of the vocabulary.
-
-        Raises:
-            ValueError: k > V.
-        """
+        """Raise ValueError for k > V."""
         if self.top_k is not None and self.top_k > vocab_size:
             raise ValueError(f"top_k = {self.top_k} exceeds vocab_size = {vocab_size}; None keeps all")
 

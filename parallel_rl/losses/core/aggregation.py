@@ -1,12 +1,12 @@
-"""How the tokens of a loss are weighed; tokens and sequences by the counts of the call, other units by those of `statistics`.
+"""Weights of tokens in a loss. Tokens and sequences use the counts of the call, other units those of `statistics`.
 
 Each turn, prompt or trajectory of the step weighs the same:
 
     L = 1/N_units · Σ_units (Σ tokens of the unit ℓ) / (valid tokens of the unit)
 
-The rows of a prompt or trajectory may lie on several data ranks and in several micro-batches, so its tokens are counted over
-the whole step: records of (id, tokens) of each row, which `count` gathers over data ranks. They come of the data alone, or of
-what a rejection keeps. A masked row is of no unit; one with an empty token mask is, as it is one of N_seq sequences.
+The rows of a prompt or trajectory may lie on several data ranks and micro-batches, so `count` gathers (id, tokens) of each
+row over the step. The tokens are those of the data, or those that a rejection keeps. A masked row belongs to no unit; a row
+with an empty token mask does, because it is one of the N_seq sequences.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from parallel_rl.losses.core.batch import TokenBatch
 
-#: the field that tells the units of an aggregation apart
+#: fields whose ids name the units of an aggregation
 UNIT_FIELDS: dict[Aggregation, Field] = {
     "turn-mean": Field("segment_ids", dtype="integer"),
     "prompt-mean": Field("group_ids", per="sequence", dtype="integer"),
@@ -35,12 +35,12 @@ UNIT_FIELDS: dict[Aggregation, Field] = {
 
 
 def aggregate(batch: TokenBatch, x: Tensor, aggregation: Aggregation, max_length: int | None = None) -> Tensor:
-    """This rank's share of the aggregated loss, from [T_local], or from [K, T_local] for K of them."""
+    """Aggregate [T_local] values into this rank's share of the loss, or [K, T_local] into K shares."""
     return batch.token_sum(x, aggregation_weights(batch, aggregation, max_length))
 
 
 def aggregation_weights(batch: TokenBatch, aggregation: Aggregation, max_length: int | None = None) -> Tensor:
-    """[T_local] float64, the weight of each token; see `parallel_rl.counts.token_weights`, and for units the module."""
+    """Return [T_local] float64 token weights, see `parallel_rl.counts.token_weights` and the module."""
     if aggregation in UNIT_FIELDS:
         return unit_weights(batch, aggregation)
     sizes, counts = batch.local.divisors
@@ -48,9 +48,7 @@ def aggregation_weights(batch: TokenBatch, aggregation: Aggregation, max_length:
 
 
 def with_units(needs: Requirements, aggregation: Aggregation, weights: WeightedBy | None = None) -> Requirements:
-    """The requirements of a loss that is aggregated so: for units, the field of their ids and the count of the step.
-
-    With token weights theirs, too: their field, and the count of those that are not 0.
+    """Add to the requirements what an aggregation by units and token weights read and count.
 
     >>> with_units(Requirements(), "prompt-mean").names, with_units(Requirements(), "token-mean").counted
     (('group_ids',), False)
@@ -65,10 +63,10 @@ def with_units(needs: Requirements, aggregation: Aggregation, weights: WeightedB
 
 
 def count_units(batch: TokenBatch, aggregation: Aggregation | None, kept: Tensor | None = None) -> Statistics:
-    """Count what a micro-batch adds to the units of the step; nothing for other aggregations.
+    """Count what a micro-batch adds to the units of the step; empty for other aggregations.
 
     Args:
-        kept: [T_local] bool, the tokens that count, and with them the rows and turns that hold one; None: all valid ones.
+        kept: [T_local] bool, the tokens that count, with the rows and turns that hold one; None: all valid tokens.
     """
     if aggregation == "turn-mean":
         first = batch.local.turn_starts
@@ -87,7 +85,7 @@ def count_units(batch: TokenBatch, aggregation: Aggregation | None, kept: Tensor
 
 
 def unit_weights(batch: TokenBatch, aggregation: Aggregation, kept: Tensor | None = None) -> Tensor:
-    """[T_local] float64, 1/(N_units · tokens of the token's unit); args as in `count_units`, of the whole step."""
+    """Return [T_local] float64 1/(N_units · tokens of the token's unit); args as in `count_units`."""
     if aggregation == "turn-mean":
         tokens = batch.local.turns.tokens if kept is None else batch.turn_sum(kept.double())
         return 1 / (batch.statistics["turns"].clamp(min=1) * tokens.clamp(min=1).double())
@@ -116,7 +114,7 @@ def _check_counted(name: str, ids: Tensor, missing: Tensor) -> None:
 
 
 def check_unit_ids(name: str, ids: Tensor, sample_mask: Tensor) -> None:
-    """Raises ValueError for a negative id on a valid row: it would be of no unit. Those of masked rows do not matter."""
+    """Raise ValueError for a negative id on a valid row; ids of masked rows do not matter."""
     wrong = sample_mask.bool() & (ids < 0)
     if bool(wrong.any()):
         row = int(wrong.nonzero()[0])

@@ -24,31 +24,29 @@ if TYPE_CHECKING:
 
 
 class LossFn(Loss[ConfigT], LossFunction):
-    """A loss on vocab-parallel logits that returns this rank's share.
+    """Loss on vocab-parallel logits; a call returns this rank's share.
 
         loss, metrics = loss_fn(next_token_logits, data, global_valid_seqs, global_valid_toks,
                                 vocab_parallel_rank, vocab_parallel_group, context_parallel_group)
 
-    Σ over context ranks, data ranks and micro-batches of the loss, of its gradients and of its metrics (through
-    `reduce_metrics`) is what one process with the whole global batch would get. Equal on tensor ranks.
+    The sum over context ranks, data ranks and micro-batches of the loss, its gradients and its metrics (through
+    `reduce_metrics`) is the result of one process with the whole global batch. All are equal on tensor ranks.
 
     Args of the constructor:
         config: the loss's config dataclass, a mapping of its keys, or None for its defaults.
-        vocab_size: true size V; columns beyond it are padding. None: the shards hold no padding.
-        vocab_start: id of this rank's first column, for a split that is neither even nor `torch.chunk`'s.
+        vocab_size: true size V; columns beyond it are padding. None: no padding.
+        vocab_start: id of this rank's first column, if the split is neither even nor `torch.chunk`'s.
         cp_layout: "zigzag" (2·cp chunks a sequence, Megatron and Transformer Engine) or "contiguous".
-        temperature: the policy is softmax(logits / temperature); "per-sample" reads `data["temperature"]` [B], if prompts or
-            samplers have their own.
-        logit_scale: s, if the logits given are z and the model's are s·z (Cohere's logit_scale; Granite's
-            1 / logits_scaling); an `LMHeadInput` has its own.
+        temperature: the policy is softmax(logits / temperature); "per-sample" reads `data["temperature"]` [B].
+        logit_scale: s, if the model's logits are s times the given ones (Cohere's logit_scale; Granite's 1 / logits_scaling).
+            An `LMHeadInput` has its own.
         consume_logits: the backward writes the gradient over the logits.
         backend: of the token statistics, see `token_stats`.
-        top_k, top_p: the sampler's truncation; the loss scores the policy truncated the same way. A token
-            that the current policy does not keep, or whose prev_logprobs or generation_logprobs is −inf, is masked; it
-            still counts in the step's denominators, and in the metric dropped_tokens. Log-probs that are compared with
-            an untruncated reference are untruncated.
-        kept_sets: replay the sampler's kept token ids from `data["kept_ids"]` [B, S, K], padded with −1; excludes top_k and
-            top_p.
+        top_k, top_p: the sampler's truncation; the loss scores the policy truncated the same way. A token that the current
+            policy does not keep, or whose prev_logprobs or generation_logprobs is −inf, is masked; it still counts in the
+            step's denominators and in the metric dropped_tokens. Log-probs compared with an untruncated reference are
+            untruncated.
+        kept_sets: use the sampler's token sets `data["kept_ids"]` [B, S, K], padded with −1; excludes top_k and top_p.
 
     >>> import torch
     >>> from parallel_rl import LossFn, Metrics, count_valid
@@ -98,7 +96,7 @@ class LossFn(Loss[ConfigT], LossFunction):
         entropy: Values | None = None,
         statistics: Statistics | None = None,
     ) -> tuple[Tensor, Metrics]:
-        """Compute this rank's share of the loss and its metrics, as of the ordinary call, from the log-probs of the tokens.
+        """Compute this rank's share and metrics from the tokens' log-probs instead of logits.
 
         >>> import torch
         >>> from parallel_rl import NLLLoss
@@ -108,31 +106,31 @@ class LossFn(Loss[ConfigT], LossFunction):
         >>> loss.item()
         2.5
 
-        Every field of tokens has the form of the log-probs:
+        Every per-token field has the form of the log-probs:
 
-            [B, S]      rows; a list of B tensors [n_i]; or flat [T], sequences one after the other, with `cu_seqlens`
+            [B, S] rows;  a list of B tensors [n_i];  or flat [T], sequences one after the other, with `cu_seqlens`
 
         Args:
-            logprobs: of the current policy, with gradient; column t is the log-prob of token t. In float32 or wider: one of
-                16 bits rounds a log-prob by up to 2^-8 of it, and a gradient of ratios by as much (a warning, once).
-            data: the loss's fields, and one mask. `token_mask`: rows are whole sequences, whose first token (column 0) has no
-                predictor and is never read. `response_mask`: rows are responses alone, of which every token has one.
-                `sample_mask` [B] may be left out: all count.
-            global_valid_seqs, global_valid_toks: of the whole step, see `count_valid`; or 1, of a caller who divides.
-            context_parallel_group: the ranks over which every row is cut, log-probs and fields alike, in any way that
-                leaves its first token on rank 0; flat ones by the constructor's `cp_layout`. None: rows are whole. A host that
-                holds them whole on every context rank gives None, and gets the whole loss on each.
-            cu_seqlens: [B + 1] integers, bounds of the sequences in the flat row, over all context ranks; what is beyond the
-                last one belongs to none. Bounds on the host cost no wait for the device.
-            entropy: of the policy at each token, with gradient for a loss with an entropy term; without it metrics of the
-                entropy are left out.
-            statistics: of the whole step, for a loss that `needs_statistics`: the sum over micro-batches of
+            logprobs: of the current policy, with gradient; column t is the log-prob of token t. Use float32 or wider: 16 bits
+                round a log-prob, and the gradient of ratios, by up to 2^-8 (warned of once).
+            data: the loss's fields and one mask. `token_mask`: rows are whole sequences; their first token (column 0) has no
+                predictor and is never read. `response_mask`: rows are responses only, and every token has a predictor.
+                `sample_mask` [B] is optional: without it all rows count.
+            global_valid_seqs, global_valid_toks: of the whole step, see `count_valid`; or 1, if you divide yourself.
+            context_parallel_group: the ranks over which every row is cut, log-probs and fields alike. Any cut works that
+                leaves the first token on rank 0; flat rows follow the constructor's `cp_layout`. None: rows are whole, and
+                every context rank returns the whole loss.
+            cu_seqlens: [B + 1] integers, bounds of the sequences in the flat row over all context ranks; positions beyond the
+                last bound belong to no sequence. Bounds on the host cost no wait for the device.
+            entropy: of the policy at each token, with gradient if the loss has an entropy term; without it entropy metrics
+                are left out.
+            statistics: of the whole step, if the loss `needs_statistics`: the sum over micro-batches of
                 `collect_from_logprobs`, reduced.
 
         Raises:
-            ValueError: a loss that reads more than log-probs, or needs to know where in its sequence a cut row's token lies;
-                log-probs above 0; a token_mask that counts a first token with a log-prob; shapes, dtypes, bounds or values that
-                do not fit; on all ranks of the group.
+            ValueError: on all ranks of the group: a loss that reads more than log-probs, or a token's place in a cut row;
+                log-probs above 0; a token_mask that counts a first token with a log-prob; wrong shapes, dtypes, bounds or
+                values.
         """
         output = HostLogProbs(logprobs, data, cu_seqlens, entropy)
         counts = global_valid_seqs, global_valid_toks
@@ -150,9 +148,9 @@ class LossFn(Loss[ConfigT], LossFunction):
         cu_seqlens: Tensor | None = None,
         entropy: Values | None = None,
     ) -> Statistics:
-        """This rank's part of `statistics=`, of the data and of the log-probs: `+` joins micro-batches, `reduce` ranks.
+        """Collect this rank's part of `statistics=`; `+` joins micro-batches, `reduce` ranks.
 
-        A loss that does not `needs_collect` reads no value of the log-probs, so that any of their shape will do.
+        Args as of `from_logprobs`. Log-prob values are read only if the loss `needs_collect`; otherwise their shape suffices.
 
         >>> import torch
         >>> from parallel_rl import NLLLoss
@@ -163,10 +161,8 @@ class LossFn(Loss[ConfigT], LossFunction):
         >>> loss_fn.from_logprobs(torch.tensor([[-1.0, -2.0]]), **call, statistics=statistics)[0].item()
         1.75
 
-        Args: as of `from_logprobs`.
-
         Raises:
-            ValueError: a loss that needs none; what `from_logprobs` refuses.
+            ValueError: a loss without statistics; what `from_logprobs` refuses.
         """
         output = HostLogProbs(logprobs, data, cu_seqlens, entropy)
         call = LossCall(output, {}, global_valid_seqs, global_valid_toks, context_group=context_parallel_group)

@@ -1,4 +1,4 @@
-"""The call that every loss has: spelled out once for users, one value behind it."""
+"""The call of a loss: spelled out for users, one value internally."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class HostLogProbs:
-    """A host's log-probs in the place of logits, with the data in the same form; see `LossFn.from_logprobs`."""
+    """A host's log-probs in place of logits, with data in the same form; see `LossFn.from_logprobs`."""
 
     values: Values
     data: Mapping[str, Values]
@@ -34,13 +34,13 @@ class HostLogProbs:
 
 @dataclass(frozen=True, eq=False)
 class LossCall:
-    """The arguments of one call; see `LossFunction.__call__`.
+    """Arguments of one call; see `LossFunction.__call__`.
 
     Attributes:
-        output: logits, or what stands in their place.
-        data: empty beside a host's log-probs, which have theirs.
-        observe: called with the batch as the loss read it, its share, and the metrics.
-        tree: of the logits' row, if it is a prefix tree's.
+        output: logits, an `LMHeadInput`, or a host's log-probs.
+        data: empty with a host's log-probs, which hold their own.
+        observe: called with the batch, this rank's share and the metrics.
+        tree: the prefix tree of the logits' row, if there is one.
         cut_length: S, if `torch.chunk` split the sequence of a DTensor over context ranks.
         may_wait: the host may wait for the device in the loss's first micro-batches, see `RecordedCheck`.
     """
@@ -70,11 +70,7 @@ class LossCall:
         groups: tuple[ProcessGroup | None, ProcessGroup | None],
         statistics: Statistics | None = None,
     ) -> LossCall:
-        """Check the arguments' types, and put a stand-in for each `LMHeadInput` in the data.
-
-        Raises:
-            ValueError: an argument of another type.
-        """
+        """Build a call after checks of the arguments' types; each `LMHeadInput` field gets a stand-in."""
         for name, group in zip(("vocab_parallel_group", "context_parallel_group"), groups, strict=True):
             if group is not None and not isinstance(group, ProcessGroup):
                 raise ValueError(f"{name} must be a ProcessGroup or None, got {group!r}")
@@ -87,29 +83,29 @@ class LossCall:
 
 
 class LossFunction(ABC):
-    """Base of everything with the call of a loss: `LossFn`, and `SequencePackingLossWrapper` around one."""
+    """Base of everything with the call of a loss: `LossFn`, `SequencePackingLossWrapper`."""
 
     @property
     def needs_statistics(self) -> bool:
-        """Whether the call takes `statistics=`: the result of `count` and, if `needs_collect`, the reduced one of `collect`."""
+        """Return whether the call takes `statistics=`, from `count` and, if `needs_collect`, from `collect`."""
         return self.requirements.statistics
 
     @property
     def needs_collect(self) -> bool:
-        """Whether `statistics=` needs a forward; otherwise `count` gives all of it."""
+        """Return whether `statistics=` needs a forward; otherwise `count` gives all of it."""
         return self.requirements.collected
 
     @property
     @abstractmethod
     def requirements(self) -> Requirements:
-        """Requirements on the caller."""
+        """Return the requirements on the caller."""
 
     def check_inputs(self, data: Mapping[str, Tensor], *, values: bool = True) -> None:  # noqa: B027
-        """Refuse whole data whose fields, or `values`, the call would refuse, before there is any output; on this rank."""
+        """Refuse whole data whose fields, or `values`, the call would refuse; local, before any output."""
 
     @abstractmethod
     def run(self, call: LossCall) -> tuple[Tensor, Metrics]:
-        """This rank's share of the loss, and its metrics."""
+        """Compute this rank's share of the loss and its metrics."""
 
     @abstractmethod
     def count(
@@ -117,7 +113,7 @@ class LossFunction(ABC):
         batches: Mapping[str, Tensor] | Sequence[Mapping[str, Tensor]],
         data_parallel_group: ProcessGroup | None = None,
     ) -> Statistics:
-        """Statistics of the whole step that the data alone gives, reduced: no forward, at most four collectives.
+        """Count the step's statistics from the data alone, reduced: no forward, at most four collectives.
 
         >>> import torch
         >>> from parallel_rl import MixLossFn
@@ -133,7 +129,7 @@ class LossFunction(ABC):
             data_parallel_group: without context parallelism; None is a group of one.
 
         Returns:
-            for `statistics=`; empty, without a collective, for a loss that counts nothing.
+            the value for `statistics=`; empty, without a collective, if the loss counts nothing.
 
         Raises:
             ValueError: data that the call would refuse, on all ranks of the group, see `set_validation`.
@@ -141,11 +137,7 @@ class LossFunction(ABC):
 
     @abstractmethod
     def run_collect(self, call: LossCall) -> Statistics:
-        """This rank's part of the statistics of the step.
-
-        Raises:
-            ValueError: see `collect`.
-        """
+        """Compute this rank's part of the statistics of the step; errors as of `collect`."""
 
     def __call__(
         self,
@@ -159,16 +151,16 @@ class LossFunction(ABC):
         *,
         statistics: Statistics | None = None,
     ) -> tuple[Tensor, Metrics]:
-        """This rank's share of the loss, and its metrics.
+        """Compute this rank's share of the loss and its metrics.
 
         Args:
             next_token_logits: [B, S/cp, V/tp]; packed (through `SequencePackingLossWrapper`) [1, T/cp, V/tp]. Or a DTensor
-                [B, S, V], Shard(-1) over the tensor group and Shard(1) over the context group (`cp_layout="contiguous"`), of
-                uneven shards too. Or an `LMHeadInput`, hidden states and the LM head's weight: logits are never whole.
-            data: whole, token-aligned tensors: input_ids [B, S], token_mask [B, S], sample_mask [B], and the loss's
-                own fields. A field in the order of the logits (`teacher_logits`) may be an `LMHeadInput` as well. Pre-shifted
-                labels are `shift_labels` [B, S] in place of input_ids, −100 where nothing is scored (masks may then be left
-                out); column t of every field then speaks of what position t predicts.
+                [B, S, V], Shard(-1) over the tensor group and Shard(1) over the context group (`cp_layout="contiguous"`),
+                with even or uneven shards. Or an `LMHeadInput`: hidden states and the LM head's weight, without whole logits.
+            data: whole, token-aligned tensors: input_ids [B, S], token_mask [B, S], sample_mask [B], and the loss's fields. A
+                field in the order of the logits (`teacher_logits`) may be an `LMHeadInput`. Pre-shifted labels are
+                `shift_labels` [B, S] in place of input_ids, −100 where nothing is scored (masks are then optional); column t
+                of every field then belongs to the token that position t predicts.
             global_valid_seqs, global_valid_toks: of the whole step, see `count_valid`.
             vocab_parallel_rank: this rank's place in `vocab_parallel_group`, checked against it.
             vocab_parallel_group, context_parallel_group: None is a group of one.
@@ -194,10 +186,10 @@ class LossFunction(ABC):
         vocab_parallel_group: ProcessGroup | None = None,
         context_parallel_group: ProcessGroup | None = None,
     ) -> Statistics:
-        """Collect this rank's part of the statistics that the model's output gives, by the same call; `+` joins micro-batches.
+        """Collect this rank's statistics of the model's output; `+` joins micro-batches.
 
         Raises:
-            ValueError: a loss that needs none; invalid input, on all ranks of both groups.
+            ValueError: a loss that collects nothing; invalid input, on all ranks of both groups.
         """
         return self.run_collect(
             LossCall.of(
@@ -208,7 +200,7 @@ class LossFunction(ABC):
 
 
 class LossWrapper(LossFunction):
-    """Base of wrappers around a loss, which are called like it; everything is delegated to `loss_fn` unless overridden."""
+    """Base of wrappers around a loss; everything not overridden is delegated to `loss_fn`."""
 
     loss_fn: LossFunction
 
@@ -234,10 +226,9 @@ class LossWrapper(LossFunction):
 
 
 def share_of(loss: Tensor, carrier: Tensor | None) -> Tensor:
-    """The share that a call returns: the loss, plus an exact 0 that carries a gradient, if there is one.
+    """Add an exact 0 that carries a gradient, if there is one, to the loss.
 
-    If it is NaN, its gradient is not finite either: a clamp or a mask could turn that gradient into 0 on the way back, and
-    checks before an optimizer's step look at the gradient's norm.
+    If the loss is NaN, make its gradient non-finite too: a clamp or mask could turn it into 0 before a check of the norm.
 
     >>> import torch
     >>> x = torch.tensor([torch.nan, 1.0], requires_grad=True)

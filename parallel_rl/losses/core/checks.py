@@ -1,4 +1,4 @@
-"""Checks of a loss's data against its requirements: fields, shapes and dtypes always, values where they are looked at."""
+"""Checks of a loss's data: fields, shapes and dtypes always; values only if value checks are on."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ if TYPE_CHECKING:
 
 
 _MOST = 2.0**63  # a count is an int64
-#: recorded log-probs, and whether an earlier moment of a truncated policy gave them
+#: recorded log-probs → whether they are of the truncated policy itself at an earlier step
 RECORDED = {"prev_logprobs": True, "generation_logprobs": True, "reference_policy_logprobs": False}
-_FINITE = ("advantages", "returns", "rewards", "values")  # in log-probs and in teachers' logits −inf is a number
+_FINITE = ("advantages", "returns", "rewards", "values")  # −inf is valid in log-probs and in teachers' logits
 
 
 def check_statistics(loss: str, needs: Requirements, statistics: object) -> None:
-    """Raises ValueError where a loss that needs statistics of the step has none, and the other way round."""
+    """Raise ValueError for statistics of the step that are missing, superfluous or of another type."""
     ways = ["count(...)"] * needs.counted + ["collect(...).reduce(...)"] * needs.collected
     if needs.statistics != (statistics is not None):
         wanted = f"needs statistics= of the whole step, its {' | '.join(ways)}" if ways else "takes no statistics="
@@ -41,7 +41,7 @@ def check_statistics(loss: str, needs: Requirements, statistics: object) -> None
 
 
 def check_predicts(loss: str, needs: Requirements, data: Mapping[str, object]) -> None:
-    """Raises ValueError for labels beside input_ids, or given to a loss that has no use for labels of predicted tokens."""
+    """Raise ValueError for shift_labels with input_ids, or for a loss that scores no predicted tokens."""
     check_labels(data)
     if not is_shifted(data):
         return
@@ -51,7 +51,6 @@ def check_predicts(loss: str, needs: Requirements, data: Mapping[str, object]) -
 
 
 def check_pairs(rows: int) -> None:
-    """Raises ValueError for an odd number of rows, which cannot be preference pairs."""
     if rows % 2:
         raise ValueError(f"preference pairs are (even, odd) rows, so their number must be even; got {rows} rows")
 
@@ -59,15 +58,15 @@ def check_pairs(rows: int) -> None:
 def check_counts(
     global_valid_seqs: object, global_valid_toks: object, data: Mapping[str, Tensor], shift: bool = True
 ) -> None:
-    """Check the counts of the step that a call gives.
+    """Check the counts of the step that a call passes.
 
     Args:
-        data: with masks whose values were looked at.
-        shift: whether column 0 has no predictor and does not count.
+        data: with checked masks.
+        shift: column 0 has no predictor and does not count.
 
     Raises:
-        ValueError: a count that is not one finite number, at least 1; one below that of `data` alone, which is a part of the
-            step, unless it is 1: its caller divides by himself.
+        ValueError: a count that is not one finite number ≥ 1, or is below the count of `data` alone; 1 is allowed, for
+            callers who divide themselves.
     """
     given = {"global_valid_seqs": global_valid_seqs, "global_valid_toks": global_valid_toks}
     own = own_counts(data, shift) if checks_values(data["token_mask"]) else [0, 0]
@@ -91,7 +90,7 @@ def check_counts(
 
 
 def known_counts(global_valid_seqs: object, global_valid_toks: object) -> dict[str, float]:
-    """The counts of a call that the host knows or may look at (`set_validation`), by name, for ranks to compare."""
+    """Return the call's counts that the host knows or may read (`set_validation`), for ranks to compare."""
     known: dict[str, float] = {}
     for name, count in (("global_valid_seqs", global_valid_seqs), ("global_valid_toks", global_valid_toks)):
         on_host = isinstance(count, Tensor) and count.numel() == 1 and checks_values(count)
@@ -101,14 +100,13 @@ def known_counts(global_valid_seqs: object, global_valid_toks: object) -> dict[s
 
 
 def check_data(data: Mapping[str, Tensor], needs: Requirements, output: Tensor | None = None) -> tuple[int, int]:
-    """Return (B, S) of whole data, after a look at each field's presence, shape, dtype and device.
+    """Return (B, S) of whole data, after checks of each field's presence, type, shape, dtype and device.
 
     Args:
-        output: the model's, for its device and its leading shape; None: neither is known, nor fields in the order of logits.
+        output: the model's, for its device and leading shape; None skips both, and fields in the order of the logits.
 
     Raises:
-        ValueError: a missing field, anything but a tensor, a wrong shape, dtype or device, a field that requires a gradient; an
-            odd number of rows where they are pairs.
+        ValueError: a field that fails a check or requires a gradient; an odd number of rows if they are pairs.
     """
     fields = needs.fields if output is not None else [field for field in needs.fields if field.per != "local"]
     names = ("input_ids", "token_mask", "sample_mask", *(field.name for field in fields))
@@ -137,7 +135,6 @@ def check_data(data: Mapping[str, Tensor], needs: Requirements, output: Tensor |
 
 
 def check_device(name: str, value: Tensor, output: Tensor) -> None:
-    """Raises ValueError for a field on another device than the model's output."""
     if value.device != output.device:
         raise ValueError(
             f"{name} is on {value.device}, the model's output on {output.device}; they must be on one device"
@@ -145,7 +142,7 @@ def check_device(name: str, value: Tensor, output: Tensor) -> None:
 
 
 def check_field(field: Field, value: Tensor) -> None:
-    """Raises ValueError for a field of another dtype, or one that requires a gradient."""
+    """Raise ValueError for a field of the wrong dtype, or one that requires a gradient."""
     if field.dtype == "mask":
         return check_mask_dtype(field.name, value)
     if value.is_complex() or value.is_floating_point() != (field.dtype == "float"):
@@ -170,11 +167,7 @@ def _check_shape(value: Tensor, field: Field, batch: tuple[int, int], output: Te
 
 
 def check_lengths(scored: Tensor, layout: SequenceLayout) -> None:
-    """Check that every token that carries loss lies within its sequence in the packed row.
-
-    Raises:
-        ValueError: one that does not; it would be counted and never summed.
-    """
+    """Raise ValueError for a token that carries loss beyond its sequence in the packed row."""
     columns = torch.arange(layout.shape[1], device=layout.lengths.device)
     beyond = scored & (columns >= layout.lengths[:, None])
     if bool(beyond.any()):
@@ -186,7 +179,7 @@ def check_lengths(scored: Tensor, layout: SequenceLayout) -> None:
 
 
 def check_temperature(data: Mapping[str, Tensor], needs: Requirements) -> None:
-    """Raises ValueError for a temperature that is read, of a valid sample, and is not positive and finite."""
+    """Raise ValueError for a valid sample's temperature that is not positive and finite."""
     if needs.field("temperature").per != "sequence":  # a loss's own field may have the name
         return
     value = data["temperature"]
@@ -197,11 +190,7 @@ def check_temperature(data: Mapping[str, Tensor], needs: Requirements) -> None:
 
 
 def check_log_probs(logprobs: Tensor, valid: Tensor, name: str = "logprobs") -> None:
-    """Check that log-probs are at most 0 at valid places, but for rounding.
-
-    Raises:
-        ValueError: one is above 0; the message tells what the values probably are.
-    """
+    """Raise ValueError for valid log-probs above 0 (beyond rounding); the message guesses the cause."""
     above = (logprobs > (1e-3 if logprobs.dtype.itemsize > 2 else 0.25)) & valid
     if not bool(above.any()):
         return
@@ -218,12 +207,12 @@ def check_values(data: Mapping[str, Tensor], needs: Requirements, truncated: boo
     """Check the values of data whose shapes are right.
 
     Args:
-        truncated: whether the policy is truncated, and a token that it does not keep may have a recorded log-prob of −inf.
+        truncated: a truncated policy may have recorded log-probs of −inf.
 
     Raises:
-        ValueError: a mask with values other than 0 and 1; NaN in a valid place, or an infinite advantage, return, reward or
-            value; a recorded log-prob of −inf or above 0; a weight of a token that is negative or not finite; segment ids
-            that decrease; a valid place without a pre-shifted label.
+        ValueError: a mask with values other than 0 and 1; at a valid place NaN, an infinite advantage, return, reward or
+            value, a recorded log-prob of −inf or above 0, or no pre-shifted label; a negative or infinite token weight;
+            segment ids that decrease.
     """
     check_zeros_and_ones(data)
     valid = valid_tokens(data, needs.shift)

@@ -1,4 +1,4 @@
-"""Several losses on one read of the model's output, each on tokens and with counts of its own."""
+"""Several losses on one read of the model's output, each with its own tokens and counts."""
 
 from __future__ import annotations
 
@@ -35,11 +35,7 @@ if TYPE_CHECKING:
 
 
 def joint_requirements(parts: Mapping[str, tuple[Requirements, DataView]]) -> Requirements:
-    """Requirements of a sum of losses, by the components' names.
-
-    Raises:
-        ValueError: a component that does not score predicted tokens, or two that read one field in different ways.
-    """
+    """Merge the requirements of components by name; ValueError if two conflict or one cannot take part."""
     fields: dict[str, Field] = {}
     optional: dict[str, Field] = {}
     for name, (needs, view) in parts.items():
@@ -49,7 +45,7 @@ def joint_requirements(parts: Mapping[str, tuple[Requirements, DataView]]) -> Re
         optional |= {each.name: each for each in view.named(needs.optional)}
         for each in (*view.named(needs.fields), *view.masks):
             known = fields.get(each.name, each)
-            if known.dtype == "mask":  # a loss that reads it too says more of it
+            if known.dtype == "mask":  # the other loss's dtype is more specific
                 known = replace(known, dtype=each.dtype)
             elif each.dtype == "mask":
                 each = replace(each, dtype=known.dtype)
@@ -75,16 +71,16 @@ def joint_requirements(parts: Mapping[str, tuple[Requirements, DataView]]) -> Re
         truncatable=all(needs.truncatable for needs in every),
         token_separable=all(needs.token_separable for needs in every) and not reads_logits,
         weighs_sequences=any(needs.weighs_sequences for needs in every),
-        ordered=any(needs.reads_places for needs in every),  # by the losses' own names of their fields
+        ordered=any(needs.reads_places for needs in every),  # under the losses' own field names
     )
 
 
 @dataclass(frozen=True)
 class Component:
-    """One of the losses, and the data that it sees.
+    """One loss of a sum, and its view of the data.
 
     Attributes:
-        name: of its metrics and state, `name/...`.
+        name: prefix of its metrics and state, `name/...`.
         loss: with the options of the whole.
         view: of the data.
     """
@@ -95,7 +91,7 @@ class Component:
 
     @contextmanager
     def named(self) -> Iterator[None]:
-        """Put the component into the message of an error, and what its fields are in the data."""
+        """Add the component's name and field names to the message of an error."""
         try:
             yield
         except ValueError as error:
@@ -104,14 +100,14 @@ class Component:
             raise ValueError(f"component {self.name!r}{f' (reads {reads})' if reads else ''}: {error}") from error
 
     def requirements(self, data: Mapping[str, Tensor], whole: Requirements) -> Requirements:
-        """Requirements of its loss on its view of the data; `whole` are those of all components."""
+        """Return the requirements of its loss on its view of the data; `whole` are those of all components."""
         needs = self.loss.requirements.given(data)
         return needs if whole.shift else needs.on_rows()
 
     def part(self, local: LocalBatch) -> LocalBatch:
-        """The batch as if only its own tokens carried loss, with its own counts and statistics of the step."""
+        """Restrict the batch to this component's tokens, counts and statistics."""
         counts, statistics = local.counts, local.statistics
-        if statistics:  # not while they are counted or collected
+        if statistics:  # not yet while they are counted or collected
             sums = (statistics[f"{self.name}_{of}"].clamp(min=1) for of in ("sequences", "tokens"))
             counts = ValidCounts(*sums)
         data = self.view.of(local.data)
@@ -120,7 +116,7 @@ class Component:
         return self.loss.narrowed(replace(local, data=data, counts=counts, requirements=needs, statistics=own))
 
     def batch(self, whole: TokenBatch) -> TokenBatch:
-        """Its part of a batch whose output was read for all."""
+        """Return this component's part of a batch that was read for all."""
         local, output = whole.local.parts[self.name], whole.output
         if self.name in output.parts:
             return TokenBatch(local, output.parts[self.name])
@@ -130,7 +126,7 @@ class Component:
         return TokenBatch(local, ModelOutput(stats, untruncated=untruncated))
 
     def counted(self, whole: TokenBatch) -> Statistics:
-        """Its sequences and tokens, and what the loss itself counts."""
+        """Count its sequences and tokens, and what its loss counts."""
         batch = self.batch(whole)
         sequences, tokens = batch.sequence_mask, batch.local.valid
         own = Statistics({
@@ -141,20 +137,20 @@ class Component:
 
 
 class ComponentsLoss(LossFn[ConfigT]):
-    """Base of the losses that are a sum of other losses, L = Σ_c λ_c·L_c.
+    """Base of losses that are a sum of other losses, L = Σ_c λ_c·L_c.
 
-    Each component has a mask, counts of the whole step, metrics and a state of its own; tokens of none are never read.
+    Each component has its own mask, counts of the step, metrics and state; tokens of no component are never read.
     """
 
     @property
     @abstractmethod
     def components(self) -> tuple[Component, ...]:
-        """The components, always the same objects: a loss may keep a state."""
+        """Return the components, always the same objects: a loss may hold state."""
 
     @property
     @abstractmethod
     def coefficients(self) -> Mapping[str, float]:
-        """λ of each component in the present optimizer step."""
+        """Return λ of each component in the current optimizer step."""
 
     @cached_property
     def requirements(self) -> Requirements:
@@ -163,7 +159,7 @@ class ComponentsLoss(LossFn[ConfigT]):
         return joint_requirements({each.name: (each.loss.requirements, each.view) for each in self.components})
 
     def options_of_components(self) -> dict[str, object]:
-        """Arguments of the constructors of the components' losses."""
+        """Return the constructor arguments of the components' losses."""
         options = self.options
         truncation = options.truncation
         return {
@@ -237,7 +233,7 @@ class ComponentsLoss(LossFn[ConfigT]):
         return reduce(or_, found)
 
     def own_metrics(self, loss: Tensor) -> dict[str, Metric]:
-        """Metrics beside those of the components."""
+        """Return metrics in addition to those of the components."""
         return {}
 
     def narrowed(self, local: LocalBatch) -> LocalBatch:
@@ -264,7 +260,7 @@ class ComponentsLoss(LossFn[ConfigT]):
 
 @dataclass(frozen=True, eq=False)
 class ComponentsReader(LogProbReader):
-    """Reader for several losses: one read for all that score log-probs, and one for each that looks at logits."""
+    """Reader for several losses: one read for all on log-probs, one for each that reads logits."""
 
     loss: ComponentsLoss
 
@@ -282,12 +278,12 @@ class ComponentsReader(LogProbReader):
         parts = {name: reader.read(local.parts[name], logits, tensor_group).output for name, reader in readers.items()}
         if len(readers) == len(components):
             return TokenBatch(local, ModelOutput(parts=parts))
-        # several read them, so that none may write over them
+        # several readers share the logits, so none may overwrite them
         options = replace(self.loss.options.for_batch(local), consume_logits=False)
         output = token_output(local, logits, tensor_group, options, self.loss.requirements.entropy)
         return TokenBatch(local, output._replace(parts=parts))
 
 
 def _under(prefix: str, values: Mapping[str, float]) -> dict[str, float]:
-    """The values whose names begin so, without that."""
+    """Return the values whose names begin with `prefix`, without the prefix."""
     return {name.removeprefix(prefix): x for name, x in values.items() if name.startswith(prefix)}

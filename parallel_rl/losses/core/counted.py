@@ -1,4 +1,4 @@
-"""Statistics from the data alone, over all micro-batches and data ranks of a step: no model, no forward."""
+"""Statistics from the data alone, over all micro-batches and data ranks of a step; no forward."""
 
 from __future__ import annotations
 
@@ -34,13 +34,7 @@ if TYPE_CHECKING:
 def count_step(
     loss: Loss, batches: Mapping[str, Tensor] | Sequence[Mapping[str, Tensor]], group: ProcessGroup | None
 ) -> Statistics:
-    """Sum what every micro-batch counts, then over data ranks; a rank without a micro-batch counts an empty one.
-
-    Fields in the order of the logits are not looked at.
-
-    Raises:
-        ValueError: data that does not fit the loss, on all ranks of the group.
-    """
+    """Sum what micro-batches and data ranks count; ValueError on all ranks for data that does not fit."""
     if not loss.requirements.counted:
         return Statistics({})
     given = [with_labels(data) for data in ([batches] if isinstance(batches, Mapping) else batches)]
@@ -64,7 +58,7 @@ def count_step(
 
 
 def count_local(loss: Loss, local: LocalBatch) -> Statistics:
-    """Count in whole data that is narrowed to the loss's tokens."""
+    """Count whole data that is restricted to the loss's tokens."""
     if not loss.requirements.counted:
         return Statistics({})
     batch = TokenBatch(local, ModelOutput())
@@ -80,7 +74,7 @@ def _whole(data: Mapping[str, Tensor], needs: Requirements) -> LocalBatch:
 
 
 def masked_data(needs: Requirements, rows: int, width: int) -> dict[str, Tensor]:
-    """Make data [rows, width] with every field of `needs` and nothing that counts, for a rank without a micro-batch.
+    """Make a fully masked batch [rows, width] with every required field, for a rank without a micro-batch.
 
     >>> from parallel_rl.losses.core.requirements import Requirements
     >>> masked_data(Requirements(), 1, 4)["token_mask"]

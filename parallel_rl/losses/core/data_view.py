@@ -1,4 +1,4 @@
-"""The data as one of several losses on one batch sees them."""
+"""The data of one of several losses on a batch."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _NOT = "not "
-#: of rows that were padded on the way: [B, S] bool, whether there is a token; no field of a user's
+#: [B, S] bool, whether there is a token, in rows that were padded here; not a user's field
 IN_ROW = "in_row"
 
 
 @dataclass(frozen=True)
 class DataView:
-    """The data as a component sees them.
+    """A component's view of the data.
 
     >>> import torch
     >>> data = {"token_mask": torch.ones(1, 2), "sample_mask": torch.ones(1), "seen": torch.tensor([[True, False]])}
@@ -26,9 +26,9 @@ class DataView:
     [[False, True]]
 
     Attributes:
-        mask: name of a field [B, S] in the place of token_mask, or "not " and one; None: token_mask.
-        rows: name of a field [B] of the rows that it is on, or "not " and one; None: all.
-        fields: name of a field of the loss → name of the data's field that it reads instead.
+        mask: name of a field [B, S] used as token_mask, or "not NAME" for its complement; None: token_mask.
+        rows: name of a field [B] that selects rows, or "not NAME" for its complement; None: all rows.
+        fields: name of a field of the loss → name of the data's field to read instead.
     """
 
     mask: str | None = None
@@ -37,17 +37,16 @@ class DataView:
 
     @property
     def masks(self) -> tuple[Field, ...]:
-        """Fields of its tokens and rows."""
         named = (self.mask, "token"), (self.rows, "sequence")
         return tuple(Field(name.removeprefix(_NOT), per, "mask") for name, per in named if name is not None)  # type: ignore[arg-type]
 
     def named(self, fields: tuple[Field, ...]) -> tuple[Field, ...]:
-        """A loss's fields under their names in the data."""
+        """Rename a loss's fields to their names in the data."""
         return tuple(replace(each, name=self.fields.get(each.name, each.name)) for each in fields)
 
     def of(self, data: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The data under the names of the loss, with its masks."""
-        # a field of the loss that is read elsewhere is not there if that is missing: optional ones are left out
+        """Return the data under the loss's names, with the component's masks."""
+        # a renamed field must not fall back to the data's field of the loss's name
         view = {name: x for name, x in data.items() if name not in self.fields}
         view |= {own: data[name] for own, name in self.fields.items() if name in data}
         if self.mask is not None:

@@ -1,4 +1,4 @@
-"""Log-probs and fields of any form as rows [B, A], of which every column speaks of its own token and has a predictor."""
+"""Convert padded, listed or flat log-probs and fields to rows [B, A]; column t scores token t."""
 
 from __future__ import annotations
 
@@ -19,30 +19,30 @@ if TYPE_CHECKING:
 
     from parallel_rl.losses.core.requirements import Alignment
 
-#: log-probs, or a field of the data: [B, S], or flat [T], or [n_i] of each sequence; a width may follow
+#: log-probs or a field: [B, S], flat [T], or [n_i] of each sequence; a width may follow
 Values = Tensor | Sequence[Tensor]
 
 
 class Rows(Protocol):
-    """A form of log-probs and of the fields that come with them."""
+    """Form of log-probs and of their fields."""
 
     @property
     def number(self) -> int:
-        """B, the number of sequences."""
+        """Return B, the number of sequences."""
 
     def shape_of(self, values: Values) -> object:
-        """The shape in which the log-probs and every per-token field agree."""
+        """Return the shape in which the log-probs and every per-token field must agree."""
 
     def take(self, values: Values, alignment: Alignment = "token") -> Tensor:
-        """[B, A] or [B, A, K] of values in this form; 0 where a row has no token."""
+        """Convert values to [B, A] or [B, A, K]; 0 where a row has no token."""
 
     def first(self, values: Values) -> Tensor:
-        """[B] of values [B, A] at the first tokens of whole sequences, which `take` leaves out; 0 where this rank has none."""
+        """Return [B] values at the first tokens that `take` leaves out; 0 if this rank has none."""
 
 
 @dataclass(frozen=True, eq=False)
 class PaddedRows:
-    """Rows [B, S]; `first_token` is 1 where column 0 is a sequence's first token, which nothing predicts."""
+    """Rows [B, S]; `first_token` is 1 if column 0 is a sequence's first token, which nothing predicts."""
 
     shape: tuple[int, int]
     first_token: int
@@ -100,8 +100,8 @@ class FlatRows:
     """Sequences one after the other, [T].
 
     Attributes:
-        index, there: [B, A] where each row's tokens lie, and whether there is one.
-        skipped: [B] whether the token before a row's first is the first of its sequence.
+        index, there: [B, A] the place of each row's tokens, and whether there is a token.
+        skipped: [B] whether the first token of the sequence was left out before the row.
     """
 
     total: int
@@ -133,7 +133,7 @@ class FlatRows:
 
 @dataclass(frozen=True)
 class Cut:
-    """How the rows lie on this rank: whether they are whole sequences or responses alone, and over which ranks they are cut."""
+    """How rows lie on this rank: whole sequences or responses, and the ranks that split them."""
 
     responses: bool
     context_group: ProcessGroup | None
@@ -141,12 +141,8 @@ class Cut:
 
 
 def rows_of(logprobs: Values, cut: Cut, cu_seqlens: Tensor | None) -> Rows:
-    """The form of these log-probs.
-
-    Raises:
-        ValueError: none of the forms; bounds that do not fit.
-    """
-    # Under both context layouts rank 0 has the first token of each row.
+    """Find the form of the log-probs; ValueError for an unknown form or bounds that do not fit."""
+    # both context layouts put the first token of each row on rank 0
     first = int(not cut.responses and group_rank(cut.context_group) == 0)
     if cu_seqlens is not None:
         if not isinstance(logprobs, Tensor) or logprobs.dim() != 1:
@@ -211,10 +207,10 @@ def _tensor(values: Values, shape: str) -> Tensor:
 
 
 def _with_a_column(rows: Tensor) -> Tensor:
-    """[B, 0] as [B, 1] of zeros: a rank without a token has its gradient and its place all the same."""
+    """Pad [B, 0] to [B, 1] of zeros, so that a rank without a token keeps gradient and place."""
     return torch.nn.functional.pad(rows.movedim(1, -1), (0, 1)).movedim(-1, 1)
 
 
 def row_layout(rows: Tensor, context_group: ProcessGroup | None) -> SequenceLayout:
-    """Build the layout of rows [B, A] whose columns all have a predictor, cut over `context_group` in any way."""
+    """Build the layout of rows [B, A] without a first token, split over `context_group` in any way."""
     return replace(SequenceLayout.padded(*rows.shape, device=rows.device), cp_size=group_size(context_group))

@@ -1,4 +1,4 @@
-"""A host's log-probs as a source of a loss: what a loss must not read, and the data as rows."""
+"""A host's log-probs as a source: checks of what the loss reads, and the data as rows."""
 
 from __future__ import annotations
 
@@ -38,25 +38,21 @@ _READS = {
     "rows": "whole rows of logits; call it with logits or an LMHeadInput",
     "scalar": "a scalar head's output; call it with that",
 }
-_MASKS = {"token_mask": False, "response_mask": True}  # whether it says that rows are responses alone
+_MASKS = {"token_mask": False, "response_mask": True}  # → whether rows are responses only
 _PER_TOKEN = Field("")
 _ADVICE = ("give all context ranks the counts of the whole step",)
 
 
 @dataclass(frozen=True, eq=False)
 class LogProbs(Source):
-    """The log-probs of a call on a host's, with its data, in any of their forms.
-
-    Attributes:
-        given: the log-probs as the host has them; `like` is the first of them.
-    """
+    """A host's log-probs and data, in any form; `given` holds the originals, `like` their first tensor."""
 
     call: LossCall
     given: HostLogProbs
 
     @classmethod
     def of(cls, loss: Loss, call: LossCall, given: HostLogProbs) -> LogProbs:
-        """Take the log-probs of a call; no value is looked at."""
+        """Take the log-probs of a call without reading values."""
         like = next(iter(_tensors(given.values)), torch.empty(0))
         return cls(loss, like, call, given)
 
@@ -115,7 +111,7 @@ class LogProbs(Source):
         entropy = None if given.entropy is None else self._per_token("entropy", given.entropy, rows, _PER_TOKEN)
         layout = row_layout(logprobs, call.context_group)
         counted = data
-        if "sample_mask" not in given.data:  # a host may mask a row's tokens to leave it out
+        if "sample_mask" not in given.data:  # a host may drop a row by masking its tokens
             counted = {**data, "sample_mask": data["token_mask"].bool().any(1)}
         return Placed(data, needs.on_rows(), layout, counted, HostValues(rows, logprobs, entropy))
 
@@ -136,11 +132,7 @@ class LogProbs(Source):
         return TokenBatch(local, ModelOutput(TokenStats(flat, entropy, torch.zeros_like(flat)))), None
 
     def _rows_and_data(self, needs: Requirements) -> tuple[Rows, dict[str, Tensor]]:
-        """Find the form of a call, and its data as rows.
-
-        Raises:
-            ValueError: a field that is missing or of another form, shape, dtype or device than the log-probs.
-        """
+        """Convert a call's data to rows; ValueError for fields that are missing or unlike the log-probs."""
         given, call, like = self.given, self.call, self.like
         masks = [name for name in _MASKS if name in given.data]
         if len(masks) != 1:
@@ -212,7 +204,7 @@ class LogProbs(Source):
         return values
 
     def _check_first(self, rows: Rows, sample_mask: Tensor) -> None:
-        """Refuse a `token_mask` that counts a first token with a log-prob: nothing predicts it, so rows are responses then."""
+        """Refuse a `token_mask` that counts a first token with a log-prob: the rows are then responses."""
         mask, logprobs = rows.first(self.given.data["token_mask"]), rows.first(self.given.values)
         counted = mask.bool() & sample_mask.bool() & logprobs.isfinite() & (logprobs != 0)
         if bool(counted.any()):
@@ -226,7 +218,7 @@ class LogProbs(Source):
 
 @cache
 def warn_of_precision(dtype: torch.dtype) -> None:
-    """Warn, once a process, of log-probs of 16 bits."""
+    """Warn once a process of 16-bit log-probs."""
     warnings.warn(
         f"log-probs in {dtype} change the gradient by some percent; compute them in float32, from logits of any dtype",
         stacklevel=2,
@@ -234,7 +226,7 @@ def warn_of_precision(dtype: torch.dtype) -> None:
 
 
 def _tensors(values: Values) -> list[Tensor]:
-    """List the tensors of a field, padded or listed; what is none is refused with the shapes."""
+    """List the tensors of a field, padded or listed; other values are refused with the shapes."""
     return [x for x in ([values] if isinstance(values, Tensor) else values) if isinstance(x, Tensor)]
 
 

@@ -1,4 +1,4 @@
-"""Logits as a source of a loss: of a vocabulary, of a scalar head, or an `LMHeadInput` that makes them."""
+"""Logits as a source: of a vocabulary, of a scalar head, or of an `LMHeadInput`."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class Logits(Source):
-    """The logits of a call, or what stands for them beside hidden states, and its data.
+    """Logits of a call, or their stand-in with hidden states, and the data.
 
     Attributes:
-        call: with labels in the place of input_ids, and with what the reader completes.
+        call: with labels as input_ids, and fields that the reader adds.
         head: hidden states and the LM head; None: there are logits.
     """
 
@@ -52,7 +52,7 @@ class Logits(Source):
 
     @classmethod
     def of(cls, loss: Loss, call: LossCall, output: Tensor | LMHeadInput) -> Logits:
-        """Split a call's output, and complete its data; no value is looked at."""
+        """Split a call's output and complete its data without reading values."""
         head, logits = split_output(output, call.tensor_group)
         reader, data = loss.reader, with_labels(call.data)
         return cls(loss, logits, replace(call, data=reader.complete(logits, data)), reader, head)
@@ -63,7 +63,7 @@ class Logits(Source):
     def agreement(self, needs: Requirements, counts: dict[str, float]) -> Agreement:
         call, options = self.call, self.loss.options
         facts = shape_facts(self.like, options.vocab_size, options.vocab_start)
-        if call.cut_length is not None:  # of parts that need not be even
+        if call.cut_length is not None:  # the parts need not be even
             facts["the number of local tokens"] = self.like.shape[0] * call.cut_length
         names = ("input_ids", "token_mask", "sample_mask", *(f.name for f in needs.fields if f.per != "local"))
         alike = Replicated([call.data], names, counts, shards=self.like)
@@ -112,7 +112,7 @@ class Logits(Source):
 
 
 def needs_of(loss: Loss, data: Mapping[str, object]) -> Requirements:
-    """Find the requirements of a call on this data: optional fields that are there, and what the options read."""
+    """Return the requirements on this data: optional fields that are there, and what the options read."""
     needs = loss.requirements.given(data)
     needs = needs.on_rows() if is_shifted(data) else needs
     needs = needs.with_kept_ids() if loss.options.truncation.kept_sets else needs
@@ -130,17 +130,17 @@ def kept_layout(
     device: torch.device,
     inference: bool,
 ) -> SequenceLayout:
-    """Lay out padded rows once; tensors of inference mode, which no backward may use, are kept apart by `inference`."""
+    """Lay out padded rows once; `inference` separates inference tensors, which no backward may use."""
     return SequenceLayout.padded(
         rows, width, cp_size=cp_size, cp_rank=cp_rank, cp_layout=cp_layout, uneven=uneven, device=device
     )
 
 
 def layout_of(call: LossCall, logits: Tensor, rows: int, width: int, cp_layout: CPLayout) -> SequenceLayout:
-    """Find the layout of logits [B, S/cp, V/tp], or packed [1, T/cp, V/tp], for data [rows, width].
+    """Return the layout of logits [B, S/cp, V/tp], or packed [1, T/cp, V/tp], for data [rows, width].
 
     Raises:
-        ValueError: shape mismatch, or a number of sequences other than the data's rows.
+        ValueError: a shape mismatch, or a number of sequences other than the data's rows.
     """
     if logits.dim() != 3:
         raise ValueError(
@@ -159,7 +159,7 @@ def layout_of(call: LossCall, logits: Tensor, rows: int, width: int, cp_layout: 
         total = logits.shape[1] * cp_size
         layout = call.packed_sequences.layout(width, total, cp_size, cp_rank, cp_layout, logits.device)
     else:
-        kept = type(logits) is Tensor and not torch.compiler.is_compiling()  # no traced one
+        kept = type(logits) is Tensor and not torch.compiler.is_compiling()  # no traced tensor
         kept = kept and not (logits.is_cuda and torch.cuda.is_current_stream_capturing())
         build = kept_layout if kept else kept_layout.__wrapped__
         uneven, inference = call.cut_length is not None, torch.is_inference_mode_enabled()
@@ -177,11 +177,7 @@ def layout_of(call: LossCall, logits: Tensor, rows: int, width: int, cp_layout: 
 
 
 def on_shard(call: LossCall, options: VocabOptions) -> tuple[LossCall, VocabOptions]:
-    """The call on this rank's shard of a DTensor, and the options with its columns.
-
-    Raises:
-        ValueError: placements that do not fit the groups, see `shard_of_dtensor`, or the options.
-    """
+    """Take this rank's shard of a DTensor and its columns; ValueError if placements or options misfit."""
     shard = shard_of_dtensor(call.output, call.tensor_group, call.context_group)  # type: ignore[arg-type]
     if shard.cut and options.cp_layout != "contiguous":
         raise ValueError(
@@ -195,7 +191,7 @@ def on_shard(call: LossCall, options: VocabOptions) -> tuple[LossCall, VocabOpti
     rule = options.truncation
     columns = replace(
         options, vocab_size=size, vocab_start=min(shard.vocab_start, size),
-        # top-k and top-p write in forward already, and autograd forbids that in a DTensor's shard, a view
+        # top-k and top-p write in forward, which autograd forbids in a DTensor's shard, a view
         consume_logits=options.consume_logits and rule.top_k is None and rule.top_p is None,
     )  # fmt: skip
     return replace(call, output=shard.logits, cut_length=uneven), columns
@@ -204,11 +200,7 @@ def on_shard(call: LossCall, options: VocabOptions) -> tuple[LossCall, VocabOpti
 def check_lm_head(
     loss: str, needs: Requirements, options: VocabOptions, head: LMHeadInput, tensor_group: ProcessGroup | None
 ) -> None:
-    """Refuse a loss on a scalar head, options that need logits, and an invalid `head`.
-
-    Raises:
-        ValueError: any of them; `loss` is the name that it shows.
-    """
+    """Raise ValueError for a scalar-head loss, options that need logits, or an invalid `head`."""
     if needs.reads == "scalar":
         raise ValueError(
             f"{loss} reads one number a position, so it takes no LMHeadInput; give it the scalar head's output"

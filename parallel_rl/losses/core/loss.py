@@ -1,4 +1,4 @@
-"""Definition of a loss and of its reader: config, requirements, computation, and what differs from the rule. No run."""
+"""Definition of a loss and its reader: config, requirements, computation. No run."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ ConfigT = TypeVar("ConfigT")
 
 @dataclass(frozen=True, eq=False)
 class Account:
-    """The share of a loss taken apart, by the computation that makes the share.
+    """A loss's share split into its parts.
 
     Attributes:
         parts: name → its share with its coefficient; their sum is the share of the loss.
-        held: reason → [T_local] bool, the tokens whose term it takes away, bounds or lies outside the range of.
+        held: reason → [T_local] bool, the tokens whose term it removes, bounds or puts out of range.
         values: name → [T_local] numbers of the tokens: "ratio", "importance", "kl".
     """
 
@@ -50,7 +50,7 @@ class Account:
     values: Mapping[str, Tensor] = field(default_factory=dict)
 
     def under(self, prefix: str, coefficient: float) -> Account:
-        """The account of a component, whose share is multiplied by its coefficient."""
+        """Return a component's account: names prefixed, shares times its coefficient."""
         return Account(
             {f"{prefix}{name}": coefficient * x for name, x in self.parts.items()},
             {f"{prefix}{name}": x for name, x in self.held.items()},
@@ -58,15 +58,14 @@ class Account:
         )
 
     def __or__(self, other: Account) -> Account:
-        """Both, of a sum of two losses."""
+        """Merge the accounts of a sum of two losses."""
         return Account({**self.parts, **other.parts}, {**self.held, **other.held}, {**self.values, **other.values})
 
 
 class Loss(ABC, Generic[ConfigT]):
-    """Definition of a loss; `LossFn` is one that can be called.
+    """Definition of a loss; a `LossFn` can be called.
 
-    A loss has a `config_class`, `requirements` and `compute`. It overrides another method where it differs from the rule that
-    the method's docstring states.
+    A loss has a `config_class`, `requirements` and `compute`; other methods are overridden if it differs from their default.
     """
 
     config_class: type[ConfigT]
@@ -99,7 +98,7 @@ class Loss(ABC, Generic[ConfigT]):
 
     @cached_property
     def requirements(self) -> Requirements:
-        """Fields that the loss reads and properties that it claims, from its config; by default log-probs and no field."""
+        """Return the fields that the loss reads and its properties; by default log-probs and no field."""
         return Requirements()
 
     @abstractmethod
@@ -107,37 +106,37 @@ class Loss(ABC, Generic[ConfigT]):
         """Compute the share of the loss and its metrics, from flat local tokens."""
 
     def objective(self, batch: TokenBatch) -> Tensor:
-        """Compute the share alone, for gradients in forward; a loss with costly metrics overrides it to leave them out."""
+        """Compute the share alone, for gradients in forward; override it to skip costly metrics."""
         return self.compute(batch)[0]
 
     def account(self, batch: TokenBatch) -> Account:
-        """Take the share of `objective` apart; a loss that is made of parts overrides it."""
+        """Split the share of `objective`; a loss of several parts overrides it."""
         return Account({"loss": self.objective(batch)})
 
     def count_from(self, batch: TokenBatch) -> Statistics:
-        """Count what a micro-batch's data alone adds to the statistics of the step; a loss that is `counted` overrides it.
+        """Count what a micro-batch's data adds to the step's statistics; a `counted` loss overrides it.
 
         Args:
-            batch: whole on this rank, with float64 fields, without any output of the model; its counts are 1. Its token
-                weights, and the units of an aggregation, are counted already.
+            batch: whole on this rank, with float64 fields and counts of 1, without model output. Token weights and units of
+                an aggregation are counted elsewhere.
         """
         return Statistics({})
 
     def collect_from(self, batch: TokenBatch) -> Statistics:
-        """Collect this rank's statistics of the model's output; a loss that is `collected` overrides it."""
+        """Collect this rank's statistics of the model's output; a `collected` loss overrides it."""
         raise NotImplementedError(f"{type(self).__name__} requires `collected`, but has no collect_from")
 
     def scored(self, data: Mapping[str, Tensor]) -> Tensor:
-        """Find the tokens [B, S] that may carry loss, by default the valid ones with a weight; override it with `narrowed`."""
+        """Return the tokens [B, S] that may carry loss: valid with a weight; override with `narrowed`."""
         valid = valid_tokens(data)
         return valid if self.requirements.token_weights is None else valid & (data[WEIGHTS.name] > 0)
 
     def narrowed(self, local: LocalBatch) -> LocalBatch:
-        """Narrow the batch's mask to the tokens of `scored`; a loss overrides both if it scores other tokens."""
+        """Restrict the batch's mask to the tokens of `scored`; override both to score other tokens."""
         return local if self.requirements.token_weights is None else weighted(local)
 
     def check_data(self, data: Mapping[str, Tensor], needs: Requirements) -> None:
-        """Refuse wrong values of the data, where values are looked at; a loss overrides it to refuse more.
+        """Check the values of the data, if values are checked; override it to refuse more.
 
         Raises:
             ValueError: names field, value and place.
@@ -147,40 +146,40 @@ class Loss(ABC, Generic[ConfigT]):
     @property
     @abstractmethod
     def reader(self) -> Reader:
-        """Reader of the model's output; a loss that reads something else than log-probs and entropy overrides it."""
+        """Return the reader of the model's output; override it to read more than log-probs and entropy."""
 
     def with_options(self, options: VocabOptions) -> Self:
-        """Copy the loss, state included, to other options; a loss that holds losses overrides it."""
+        """Copy the loss, state included, with other options; a loss that holds losses overrides it."""
         loss = copy.copy(self)
         loss.options = options
         return loss
 
     @property
     def on_policy(self) -> bool:
-        """Whether the loss is right only for the policy that drew the samples, so that a second update on them is refused."""
+        """Return whether the loss fits only the policy that drew the samples: a second update is refused."""
         return False
 
     @property
     def kl_in_reward(self) -> bool:
-        """Whether it leaves the KL to the reference out because the advantages hold it already."""
+        """Return whether the loss omits the KL to the reference because the advantages hold it."""
         return False
 
     def after_step(self, metrics: Mapping[str, float]) -> None:
-        """Move on by one optimizer step; the trainer calls it after each. A loss with a schedule overrides it.
+        """Advance by one optimizer step; the trainer calls it after each. A loss with a schedule overrides it.
 
         Args:
-            metrics: of the step, reduced: equal on all ranks, so that what follows from them is too.
+            metrics: of the step, reduced: equal on all ranks.
         """
 
     def state_dict(self) -> dict[str, float]:
-        """The numbers that change over the steps, for a checkpoint; equal on all ranks, empty without a state.
+        """Return the numbers that change over the steps, for a checkpoint; equal on all ranks.
 
-        A loss with a state names it from its start on: a resumed run looks for what its new loss has.
+        A loss with state returns all names from the start: a resumed run looks them up.
         """
         return {}
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
-        """Continue from where `state_dict` was taken.
+        """Continue from a `state_dict`.
 
         Raises:
             ValueError: a state that this loss does not have.
@@ -191,57 +190,46 @@ class Loss(ABC, Generic[ConfigT]):
 
 @dataclass(frozen=True, eq=False)
 class Reader(ABC):
-    """Reader of the model's output for its loss: what is read there, and what is refused.
-
-    Attributes:
-        loss: whose reader it is.
-    """
+    """Reader of the model's output for one loss, and its checks."""
 
     loss: Loss
 
     @property
     def by_edges(self) -> bool:
-        """Whether logits of a prefix tree are read in the order of its rows; by default a row is copied for each token."""
+        """Return whether logits of a prefix tree are read in row order; by default rows are copied per token."""
         return False
 
     @abstractmethod
     def read(self, local: LocalBatch, logits: Tensor, tensor_group: ProcessGroup | None) -> TokenBatch:
-        """Read the logits, or the output of a scalar head, into the batch that `compute` sees."""
+        """Read the logits, or a scalar head's output, into the batch of `compute`."""
 
     def read_head(
         self, local: LocalBatch, head: LMHeadInput, tensor_group: ProcessGroup | None
     ) -> tuple[TokenBatch, Tensor | None]:
-        """Read hidden states, by default as whole logits; an exact 0 carries a gradient that was computed on the way."""
+        """Read hidden states, by default as whole logits, and an exact 0 with a gradient computed on the way."""
         valid = self.loss.options.shard(head.weight.shape[0], tensor_group).valid
         return self.read(local, whole_logits(head, local.mask, valid, tensor_group), tensor_group), None
 
     def check(self, logits: Tensor, data: Mapping[str, Tensor], tensor_group: ProcessGroup | None) -> None:  # noqa: B027
-        """Refuse an output, and values of the data, that do not fit the loss and its options.
+        """Raise ValueError for output or data values that do not fit the loss and its options.
 
         Args:
-            logits: or what stands for them beside hidden states; no value is read.
-
-        Raises:
-            ValueError: names what does not fit.
+            logits: or their stand-in with hidden states; values are not read.
         """
 
     def check_heads(
         self, head: LMHeadInput | None, heads: Mapping[str, LMHeadInput], tensor_group: ProcessGroup | None
     ) -> None:
-        """Refuse fields that are an `LMHeadInput` in place of a tensor, and a student's `head` that does not suit them."""
+        """Refuse fields that are an `LMHeadInput`, and a student's `head` that does not fit them."""
         for name in heads:
             raise ValueError(f"{name} must be a tensor, got LMHeadInput")
 
     def complete(self, logits: Tensor | None, data: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """Add fields to the data that the loss can do without; a reader of whole rows overrides it.
-
-        Args:
-            logits: None where there are none yet.
-        """
+        """Add fields that the data may omit (logits None: no output yet); a reader of whole rows overrides it."""
         return data
 
     def layout(
         self, logits: Tensor, rows: int, width: int, context_group: ProcessGroup | None
     ) -> SequenceLayout | None:
-        """Build the layout of an output that has no positions, such as [B]; None: the output has one per token."""
+        """Build the layout of an output without positions, such as [B]; None: the output has one per token."""
         return None

@@ -1,4 +1,4 @@
-"""Metrics of a batch under the law: shares of tokens live on their owner, numbers of whole sequences on context rank 0."""
+"""Metrics of a batch under the law: token shares on their owner, sequence numbers on context rank 0."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def token_means(batch: TokenBatch, values: Mapping[str, Tensor]) -> dict[str, Metric]:
-    """Means of name → [T_local] over all valid tokens of the step, summed together."""
+    """Average name → [T_local] over all valid tokens of the step, summed together."""
     if not values:
         return {}
     stacked = torch.stack(list(values.values())).detach().to(batch.output.dtype)
@@ -28,7 +28,7 @@ def token_means(batch: TokenBatch, values: Mapping[str, Tensor]) -> dict[str, Me
 
 
 def token_ranges(batch: TokenBatch, values: Mapping[str, Tensor]) -> dict[str, Metric]:
-    """Extrema of name → [T_local] over valid tokens; the smallest is `name_min`, the largest `name_max`."""
+    """Return minimum and maximum of name → [T_local] over valid tokens, as `name_min` and `name_max`."""
     return _ranges(values, batch.mask) if values else {}
 
 
@@ -39,7 +39,7 @@ def sequence_mean(
     count: Tensor | None = None,
     per: str | None = "sequences",
 ) -> Metric:
-    """Mean of [B] over all valid sequences of the step; of other entries with their mask, global count and name."""
+    """Average [B] over the step's valid sequences, or other entries by their mask, global count and unit."""
     mask = batch.sequence_mask if mask is None else mask
     count = batch.counts.seqs if count is None else count
     total = torch.where(mask, x.detach(), 0).sum(dtype=torch.float64) / count
@@ -47,15 +47,15 @@ def sequence_mean(
 
 
 def count_true(batch: TokenBatch, mask: Tensor) -> Metric:
-    """Number of true entries in [B], or in whole data [B, S], over the step."""
+    """Count true entries in [B], or in whole data [B, S], over the step."""
     return Metric("count", batch.local.once(mask.sum(dtype=torch.float64), of_tokens=mask.dim() == 2))
 
 
 def overflow_tokens(batch: TokenBatch, overflows: Sequence[Tensor | None]) -> dict[str, Metric]:
-    """Metric `overflow_tokens`: number of tokens [T_local] that left the loss, see `parallel_rl.functional.ratio`.
+    """Count the tokens [T_local] that left the loss by overflow, see `parallel_rl.functional.ratio`.
 
     Args:
-        overflows: false at masked places; None where nothing can overflow. Without any there is no metric.
+        overflows: false at masked places; None where nothing can overflow. All None: no metric.
     """
     found = [overflow for overflow in overflows if overflow is not None]
     if not found:
@@ -64,7 +64,7 @@ def overflow_tokens(batch: TokenBatch, overflows: Sequence[Tensor | None]) -> di
 
 
 def measured_tokens(batch: TokenBatch, measures: Mapping[str, Measure]) -> dict[str, Metric]:
-    """Metrics of an objective's measures, [T_local] each."""
+    """Make metrics of an objective's measures, [T_local] each."""
     means = {name: measure.values for name, measure in measures.items() if isinstance(measure, Mean)}
     metrics = token_means(batch, means)
     for name, measure in measures.items():
@@ -79,7 +79,7 @@ def measured_tokens(batch: TokenBatch, measures: Mapping[str, Measure]) -> dict[
 def measured_entries(
     batch: TokenBatch, measures: Mapping[str, Measure], mask: Tensor, number: Tensor, per: str
 ) -> dict[str, Metric]:
-    """Metrics of measures, one value per sequence or pair (`per`): `mask` says which are valid, `number` how many."""
+    """Make metrics of one value per sequence or pair (`per`), by valid entries `mask` and global `number`."""
     metrics: dict[str, Metric] = {}
     for name, measure in measures.items():
         x = measure.values

@@ -1,4 +1,4 @@
-"""Several sequences in one row of logits: packed, or a prefix tree, which is read by edges or by a copy of each row."""
+"""Several sequences in one row of logits: packed, or a prefix tree read by edges or by copied rows."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class PackedSequences:
-    """The bounds of the sequences in a packed row (Megatron: `PackedSeqParams`).
+    """Bounds of the sequences in a packed row (Megatron: `PackedSeqParams`).
 
     Attributes:
-        cu_seqlens: [B + 1] integer, true lengths summed up from 0.
-        cu_seqlens_padded: [B + 1] integer, with each sequence's padding; None where there is none.
+        cu_seqlens: [B + 1] integer, cumulative true lengths from 0.
+        cu_seqlens_padded: [B + 1] integer, with each sequence's padding; None: no padding.
         tail: positions at the end of the row that belong to no sequence.
     """
 
@@ -49,7 +49,7 @@ class PackedSequences:
     def layout(
         self, seq_len: int, total: int, cp_size: int, cp_rank: int, cp_layout: CPLayout, device: torch.device
     ) -> SequenceLayout:
-        """The layout of a row of `total` positions on one context rank, see `SequenceLayout.packed`; computed once."""
+        """Return the layout of a row on one context rank, see `SequenceLayout.packed`; computed once."""
         key = (seq_len, total, cp_size, cp_rank, cp_layout, device)
         if key not in self._layouts:
             self._layouts[key] = SequenceLayout.packed(
@@ -67,27 +67,20 @@ class PackedSequences:
 
 
 def check_tree(tree: PrefixTree, data: Mapping[str, Tensor], scored: Tensor) -> None:
-    """Check the data of a call on a tree's row.
-
-    Args:
-        scored: [B, S] bool, the tokens that carry loss.
-
-    Raises:
-        ValueError: pre-shifted labels; where values are checked, data of another tree.
-    """
+    """Raise ValueError for pre-shifted labels, or for `scored` tokens [B, S] of another tree."""
     if is_shifted(data):
         raise ValueError("shift_labels have no place in a prefix tree, whose rows have several labels; give input_ids")
     tree.check_data(data["input_ids"], scored)
 
 
 def stats_of_tree(logits: Tensor, targets: Tensor, mask: Tensor, shard: VocabShard, shared: SharedRows) -> TokenStats:
-    """Compute the statistics [F] of flat tokens from logits [R, V/tp] of the rows that they share: no row is copied.
+    """Compute statistics [F] of flat tokens from shared rows of logits [R, V/tp], without a copy.
 
     Args:
         targets: [F] token ids.
         mask: [F] bool, tokens that count; the statistics of the others are 0.
     """
-    known = targets if len(targets) else targets.new_zeros(1)  # a context rank may hold padding alone
+    known = targets if len(targets) else targets.new_zeros(1)  # a context rank may hold only padding
     of_edges = torch.where(shared.targets >= 0, known[shared.targets.clamp(min=0)], -1)
     stats = stats_of_edges(logits, of_edges, shared.rows.any(mask), shard, shared.branches)
     zero = torch.zeros((), dtype=stats.lse.dtype, device=mask.device)
@@ -99,7 +92,7 @@ def stats_of_tree(logits: Tensor, targets: Tensor, mask: Tensor, shard: VocabSha
 
 
 def for_each_token(local: LocalBatch, group: ProcessGroup | None) -> LocalBatch:
-    """Copy the fields that come in the order of a tree's rows, such as `teacher_logits`, for each flat token."""
+    """Copy fields in the order of a tree's rows, such as `teacher_logits`, for each flat token."""
     if local.layout.tree is None:
         return local
     names = [needed.name for needed in local.requirements.fields if needed.per == "local"]
@@ -109,7 +102,7 @@ def for_each_token(local: LocalBatch, group: ProcessGroup | None) -> LocalBatch:
 
 
 def rows_of_tokens(rows: Tensor, layout: SequenceLayout) -> Tensor:
-    """Copy [1, R, ...] in the order of a tree's rows to [1, F, ...], one for each flat token; without a tree as it is."""
+    """Copy [1, R, ...] in a tree's row order to [1, F, ...], one per flat token; unchanged without a tree."""
     return rows if layout.tree is None else layout.tree.rows.take(rows.flatten(0, 1))[None]
 
 
@@ -125,7 +118,7 @@ def head_of_tokens(head: LMHeadInput, layout: SequenceLayout, group: ProcessGrou
 
 
 class _Gather(torch.autograd.Function):
-    """Hidden states of sequence parallelism, whole on each tensor rank; their gradient is summed over the ranks already."""
+    """Hidden states of sequence parallelism, whole on each tensor rank; the gradient is summed already."""
 
     @staticmethod
     def forward(ctx: torch.autograd.function.FunctionCtx, hidden: Tensor, group: ProcessGroup | None) -> Tensor:

@@ -20,17 +20,13 @@ if TYPE_CHECKING:
     from parallel_rl.vocab.backends.choice import Backend
 
 
-#: one number for all, or each sample's own, the field `temperature` [B] of the data
+#: one number for all, or "per-sample": the field `temperature` [B] of the data
 Temperature = float | Literal["per-sample"]
 
 
 @dataclass(frozen=True)
 class VocabOptions:
-    """Constructor options of a loss, see `LossFn`.
-
-    Raises:
-        ValueError: a word that is no temperature, a scale that is not positive.
-    """
+    """Constructor options of a loss, see `LossFn`; ValueError for a wrong temperature or scale."""
 
     vocab_size: int | None = None
     vocab_start: int | None = None
@@ -48,36 +44,35 @@ class VocabOptions:
 
     @property
     def per_sample(self) -> bool:
-        """Whether each sample has a temperature of its own."""
         return isinstance(self.temperature, str) and self.temperature == "per-sample"
 
     @property
     def one_policy(self) -> bool:
-        """Whether a row of logits gives one distribution, whatever token is scored there: the whole one at one temperature."""
+        """Return whether a row of logits gives one distribution for all tokens: untruncated, one temperature."""
         return not self.truncation and isinstance(self.temperature, float | int)
 
     def for_batch(self, local: LocalBatch) -> VocabOptions:
-        """The options with a temperature for each of this rank's tokens, [T_local], where samples have their own."""
+        """Set the temperature of each of this rank's tokens, [T_local], if samples have their own."""
         return replace(self, temperature=local.temperature) if self.per_sample else self
 
     def check_temperature(self) -> None:
-        """Refuse a temperature for each token: their order would be lost with packing and context ranks."""
+        """Refuse a temperature per token: packing and context ranks would lose their order."""
         if isinstance(self.temperature, torch.Tensor):
             raise ValueError(
                 "temperature must be one number for all tokens, got a Tensor; 'per-sample' reads data['temperature'] [B]"
             )
 
     def check_spans(self, logits: Tensor, group: ProcessGroup | None) -> None:
-        """Refuse an explicit `vocab_start` that does not fit those of the other tensor ranks, which all call it."""
+        """Refuse a `vocab_start` that does not fit those of the other tensor ranks, which all call this."""
         check_spans(group, logits.shape[-1], self.vocab_size, self.vocab_start, logits)
 
     def shard(self, width: int, group: ProcessGroup | None, *, entropy: bool = False) -> VocabShard:
-        """Build the `VocabShard` that says how this rank's `width` columns are read.
+        """Build the `VocabShard` that describes this rank's `width` columns.
 
-        Samples' own temperatures come with `for_batch`; without it they are NaN, for checks of columns alone.
+        Per-sample temperatures come with `for_batch`; without it they are NaN, enough for checks of columns.
 
         Raises:
-            ValueError: columns that are the whole vocabulary on the first of several ranks; see `VocabShard.of`.
+            ValueError: the first of several ranks holds the whole vocabulary; see `VocabShard.of`.
         """
         tp = group_size(group)
         if tp > 1 and self.vocab_start is None and self.vocab_size and width >= self.vocab_size > 0:
@@ -96,4 +91,4 @@ class VocabOptions:
 
 @dataclass(frozen=True)
 class NoConfig:
-    """The config of a loss without options."""
+    """Config of a loss without options."""

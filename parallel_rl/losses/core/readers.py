@@ -1,4 +1,4 @@
-"""The usual reader: log-probs and entropy of the predicted tokens, from logits or from hidden states."""
+"""The default reader: log-probs and entropy of the predicted tokens, from logits or hidden states."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 class LogProbReader(Reader):
-    """Reader of log-probs and entropy, of the whole policy or of a truncated one."""
+    """Reader of log-probs and entropy, of the whole or a truncated policy."""
 
     @property
     def by_edges(self) -> bool:
@@ -63,10 +63,10 @@ def project(
     options: VocabOptions,
     objective: Callable[[TokenBatch], Tensor],
 ) -> tuple[TokenBatch, Tensor | None]:
-    """Read token statistics, and the exact 0 that carries a gradient that is computed here already.
+    """Read token statistics, and an exact 0 with the gradient that is computed here already.
 
     Args:
-        objective: the share of the loss, of which gradients are computed in forward if it separates over tokens.
+        objective: the share of the loss; its gradient is computed in forward if it separates over tokens.
     """
     needs = local.requirements
     shard = options.shard(head.weight.shape[0], tensor_group, entropy=needs.entropy)
@@ -97,7 +97,7 @@ def token_output(
     """Compute the token statistics of the whole policy.
 
     Args:
-        shared: of logits in the order of a tree's rows; None: they are in the order of the tokens.
+        shared: for logits in the order of a tree's rows; None: in the order of the tokens.
     """
     shard = options.shard(logits.shape[-1], tensor_group, entropy=entropy)
     targets = local.layout.take(local.data["input_ids"], local.requirements.shift)
@@ -108,11 +108,7 @@ def token_output(
 
 
 def check_vocabulary(loss: Loss, logits: Tensor, data: Mapping[str, Tensor], tensor_group: ProcessGroup | None) -> None:
-    """Check logits of a vocabulary against the options of a loss, and the ids that it scores.
-
-    Raises:
-        ValueError: logits or ids that do not fit.
-    """
+    """Raise ValueError for logits or scored ids that do not fit the vocabulary and the options of a loss."""
     options = loss.options
     options.check_temperature()
     check_logits(logits, options.consume_logits, options.backend)
@@ -124,11 +120,7 @@ def check_vocabulary(loss: Loss, logits: Tensor, data: Mapping[str, Tensor], ten
 
 
 def check_declared(loss: Loss) -> None:
-    """Refuse a loss that says to read log-probs and has a reader of something else.
-
-    Raises:
-        ValueError: it does.
-    """
+    """Raise ValueError for a loss that declares log-probs and has another reader."""
     if loss.requirements.reads == "log-probs" and not isinstance(loss.reader, LogProbReader):
         raise ValueError(
             f"{type(loss).__name__} has a {type(loss.reader).__name__} and requires reads = 'log-probs'; declare "

@@ -1,4 +1,4 @@
-"""Recorded log-probs beside the policy's: a field that is moved, empty, or of another temperature is warned of in time."""
+"""Warn early if recorded log-probs are shifted, empty or of another temperature than the policy's."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ if TYPE_CHECKING:
     from parallel_rl.losses.core.batch import TokenBatch
     from parallel_rl.losses.core.local_batch import LocalBatch
 
-_OF_ONE_POLICY = ("prev_logprobs", "generation_logprobs")  # those of the policy itself, a few steps ago at most
+_OF_ONE_POLICY = ("prev_logprobs", "generation_logprobs")  # of the policy itself, at most a few steps ago
 _FIELDS = (*_OF_ONE_POLICY, "reference_policy_logprobs")
 _FIRST = 8  # micro-batches of a loss
-_ENOUGH, _TIMES = 16, 5.0  # so many tokens fit so much better by chance once in 10^5
+_ENOUGH, _TIMES = 16, 5.0  # by chance, so many tokens fit so much better once in 10^5
 _FEW, _MANY_TIMES = 6, 50.0
 _LEAST = 1e-3  # mean difference that is more than rounding
 _STRAIGHT, _OTHER = 0.96, 0.1  # r² of a line, and how far its slope is from 1, where two temperatures differ
@@ -29,16 +29,16 @@ _STRAIGHT, _OTHER = 0.96, 0.1  # r² of a line, and how far its slope is from 1,
 
 @dataclass(eq=False)
 class RecordedCheck:
-    """Compares the log-probs that a loss reads with its policy's, in the loss's first micro-batches.
+    """Compares recorded log-probs with the policy's in a loss's first micro-batches.
 
-    It looks where values are checked (`set_validation`); in mode "always" it looks at every micro-batch. `may_wait` lets it
-    look at the first ones on a device too, where the host waits for the numbers. It warns once a field and refuses nothing,
-    because a wrong refusal would end a run. Each rank looks at its own tokens, so nothing is exchanged.
+    It runs where values are checked (`set_validation`): with mode "always" in every micro-batch; with `may_wait` in the first
+    ones on a device, too, where the host waits. It warns once a field and refuses nothing, because a wrong refusal would end
+    a run. Each rank checks its own tokens, without communication.
 
     Attributes:
-        left: micro-batches that it still looks at.
+        left: micro-batches still to check.
         sums: of fields, over the micro-batches until there are enough tokens.
-        named: fields that it warned of.
+        named: fields already warned of.
     """
 
     left: int = _FIRST
@@ -46,7 +46,7 @@ class RecordedCheck:
     named: set[str] = field(default_factory=set)
 
     def __call__(self, batch: TokenBatch, *, may_wait: bool = False) -> None:
-        """Warn of each field that is 0, or fits the policy many times better when moved by one place or scaled."""
+        """Warn of each field that is 0, or that fits the policy far better when shifted or scaled."""
         mode, stats = get_validation(), batch.output.stats
         if stats is None or mode == "never" or torch.compiler.is_compiling():
             return
@@ -67,7 +67,7 @@ class RecordedCheck:
         for (label, name, local), (*sums, row, column) in zip(fields, numbers.tolist(), strict=True):
             before = self.sums.pop(label, [0.0] * len(sums))
             sums = [x + y for x, y in zip(before, sums, strict=True)]
-            told = local.requirements.shift or is_shifted(local.data)  # rows of responses alone have other columns
+            told = local.requirements.shift or is_shifted(local.data)  # rows of responses only have other columns
             text = _moved(label, sums, f" (most at row {row:.0f}, column {column:.0f})" if told else "")
             text = text or _empty(label, sums) or (_scaled(label, sums) if name in _OF_ONE_POLICY else "")
             if text:
@@ -78,7 +78,7 @@ class RecordedCheck:
 
 
 def _numbers(batch: TokenBatch, local: LocalBatch, name: str) -> Tensor:
-    """Sums that `_moved` and `_scaled` read, then row and column of the token that gains most by a move."""
+    """Return the sums for `_moved` and `_scaled`, then row and column of the token that gains most."""
     stats, whole = batch.output.stats, batch.output.untruncated
     assert stats is not None
     logprobs = (stats if whole is None or name in _OF_ONE_POLICY else whole).logprobs.double()
@@ -110,14 +110,14 @@ def _numbers(batch: TokenBatch, local: LocalBatch, name: str) -> Tensor:
 
 
 def _at(values: Tensor, by: int) -> Tensor:
-    """[B, S] with column t of `values` in column t + by, 0 where there is none."""
+    """Shift [B, S] by `by` columns, with 0 where there is no value."""
     moved = values.roll(by, 1)
     moved[:, 0 if by > 0 else -1] = 0
     return moved
 
 
 def _moved(label: str, sums: Sequence[float], place: str) -> str:
-    """The warning, if the field fits with its columns one place later (1) or earlier (−1)."""
+    """Return the warning for a field that fits with its columns one place later (1) or earlier (−1)."""
     fits = {by: each for by, each in ((1, sums[:3]), (-1, sums[3:6])) if _fits(*each)}
     if not fits:
         return ""
@@ -136,7 +136,7 @@ def _fits(given: float, moved: float, count: float) -> bool:
 
 
 def _empty(label: str, sums: Sequence[float]) -> str:
-    """The warning, if the field is 0 at every token: nothing filled it."""
+    """Return the warning for a field that is 0 at every token."""
     count, _, _, squares, _, _, given = sums[6:]
     if squares or count < _ENOUGH or given <= _LEAST * count:
         return ""
@@ -147,7 +147,7 @@ def _empty(label: str, sums: Sequence[float]) -> str:
 
 
 def _scaled(label: str, sums: Sequence[float]) -> str:
-    """The warning, if the field is of another temperature: log π is then a line over it, of slope T_field / T."""
+    """Return the warning for another temperature: log π is a line over the field, of slope T_field / T."""
     count, x, y, xx, xy, yy, given = sums[6:]
     if count < _ENOUGH or given <= _LEAST * count:
         return ""

@@ -1,4 +1,4 @@
-"""Losses on whole rows of logits, each by itself: all rows at once, or chunk by chunk from hidden states."""
+"""Losses on whole rows of logits, one by one: all at once, or in chunks from hidden states."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ TEACHER = "teacher_logits"
 def mean_of_values(
     batch: TokenBatch, mode: Aggregation, max_length: int | None, measured: tuple[str, ...] = ()
 ) -> tuple[Tensor, Metrics]:
-    """Aggregate the value of each row; metrics loss, num_valid_samples and the means of what is measured beside it."""
+    """Aggregate each row's value; metrics: loss, num_valid_samples and the means of `measured`."""
     values = batch.head[:, 0] if measured else batch.head
     loss = aggregate(batch, values, mode, max_length)
     metrics = {
@@ -51,13 +51,13 @@ def mean_of_values(
 
 @dataclass(frozen=True, eq=False)
 class LogitRows:
-    """Rows of logits, all of this rank's or a chunk of them, and the data of the same tokens.
+    """Rows of logits of this rank, all or a chunk, and the data of their tokens.
 
     Attributes:
         logits: [n, W] of the student.
         shard: how they are read.
         local: the data of all tokens of this rank.
-        places: [n] the rows among them; None: all.
+        places: [n] which rows these are; None: all.
         teacher: [n, W] logits, for a loss that reads `teacher_logits`.
     """
 
@@ -69,11 +69,11 @@ class LogitRows:
 
     @property
     def mask(self) -> Tensor:
-        """[n] bool: rows whose token carries loss."""
+        """Return [n] bool: rows whose token carries loss."""
         return self._of_rows(self.local.mask)
 
     def field(self, name: str) -> Tensor:
-        """[n, ...] a field of the data, 0 at masked places."""
+        """Return [n, ...] of a field of the data, 0 at masked places."""
         return self._of_rows(self.local.field(name))
 
     def _of_rows(self, x: Tensor) -> Tensor:
@@ -81,28 +81,28 @@ class LogitRows:
 
 
 class RowLoss(LossFn[ConfigT]):
-    """Base of the losses whose `compute` is linear in one value per row of logits, `batch.head`, which `value` gives.
+    """Base of losses linear in one value per row of logits: `value` computes it, `batch.head` holds it.
 
-    From an `LMHeadInput` rows are projected a chunk at a time, and gradients computed in forward. The field `teacher_logits`,
-    where a loss reads it, may then be an `LMHeadInput` as well.
+    With an `LMHeadInput`, rows are projected in chunks and gradients computed in forward; `teacher_logits` may then be an
+    `LMHeadInput`, too.
     """
 
-    in_place: bool = False  # whether the gradient of `value` may be written over the logits (`shard.consume_logits`)
+    in_place: bool = False  # the gradient of `value` may overwrite the logits (`shard.consume_logits`)
 
     @property
     def measured(self) -> tuple[str, ...]:
-        """Names of what `value` measures beside it."""
+        """Return the names of what `value` measures in addition."""
         return ()
 
     @abstractmethod
     def value(self, rows: LogitRows) -> Tensor:
-        """[n] of rows, differentiable in their logits, 0 with gradient 0 where nothing is kept.
+        """Compute [n] values of rows, differentiable in the logits, 0 with gradient 0 at masked rows.
 
-        With measures [n, 1 + M], the value first; they have no gradient.
+        With measures [n, 1 + M], the value first; the measures have no gradient.
         """
 
     def check_rows(self, logits: Tensor, data: Mapping[str, Tensor], tensor_group: ProcessGroup | None) -> None:
-        """Refuse fields that do not fit the logits' vocabulary; a loss on a teacher's columns overrides it.
+        """Check that fields fit the logits' vocabulary; a loss on a teacher's columns overrides it.
 
         Raises:
             ValueError: names what does not fit.
@@ -134,7 +134,7 @@ class RowReader(Reader):
         self, local: LocalBatch, head: LMHeadInput, tensor_group: ProcessGroup | None
     ) -> tuple[TokenBatch, Tensor | None]:
         in_place = self.loss.in_place and head.softcap is None
-        whole = compiles(head.logits_like(tensor_group), self.loss.options.backend)  # worth it for all chunks together
+        whole = compiles(head.logits_like(tensor_group), self.loss.options.backend)  # worthwhile over all chunks
         shard = self.loss.options.for_batch(local).shard(len(head.weight), tensor_group)
         scale = shard.logit_scale * head.logit_scale
         shard = replace(shard, consume_logits=in_place, backend="compiled" if whole else "eager", logit_scale=scale)
@@ -147,7 +147,7 @@ class RowReader(Reader):
 
         columns = 1 + len(self.loss.measured) if self.loss.measured else None
         slope: Tensor | None = None
-        if head.needs_gradient:  # the loss is linear in the values: its slope is known before any of them
+        if head.needs_gradient:  # the loss is linear in the values, so its slope is known before them
             shape = local.mask.shape if columns is None else (*local.mask.shape, columns)
             unknown = torch.zeros(shape, dtype=math_dtype(head.hidden.dtype), device=head.device, requires_grad=True)
             (slope,) = torch.autograd.grad(self.loss.compute(batch_of(unknown))[0], unknown)

@@ -1,4 +1,4 @@
-"""The run of a loss: find the source, check on all ranks, read the model's output, compute."""
+"""Run a loss: find the source, check on all ranks, read the model's output, compute."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ if TYPE_CHECKING:
 
 
 class Read(NamedTuple):
-    """A call's output as it was read.
+    """Output of a call as read.
 
     Attributes:
-        loss: that read it, on this rank's shard of a DTensor.
-        whole: the data before they were narrowed to the tokens that the loss scores.
+        loss: with the columns of this rank's shard of a DTensor.
+        whole: the data before the restriction to the tokens that the loss scores.
         batch: of `compute`.
-        carrier: an exact 0 with a gradient that was computed on the way.
+        carrier: an exact 0 with a gradient computed on the way.
     """
 
     loss: Loss
@@ -69,11 +69,7 @@ def run(loss: Loss, call: LossCall) -> tuple[Tensor, Metrics]:
 
 
 def collect(loss: Loss, call: LossCall) -> Statistics:
-    """Collect this rank's part of the statistics that a call gives: of a host's log-probs, those of their data too.
-
-    Raises:
-        ValueError: the call gives none; what `run` refuses.
-    """
+    """Collect this rank's part of a call's statistics; ValueError if there is none to collect."""
     needs, of_host = loss.requirements, isinstance(call.output, HostLogProbs)
     if not (needs.statistics if of_host else needs.collected):
         what = "needs no statistics of the step" if of_host else "collects nothing from the model's output"
@@ -87,11 +83,7 @@ def collect(loss: Loss, call: LossCall) -> Statistics:
 
 
 def read(loss: Loss, call: LossCall) -> Read:
-    """Check a call on all ranks and read the model's output.
-
-    Raises:
-        ValueError: invalid input, on all ranks of the call's groups.
-    """
+    """Check a call, with one ValueError on all its ranks, and read the model's output."""
     source = _source(loss, call)
     loss, needs = source.loss, source.needs()
     numbers = known_counts(call.global_valid_seqs, call.global_valid_toks)
@@ -110,11 +102,7 @@ def read(loss: Loss, call: LossCall) -> Read:
 
 
 def _source(loss: Loss, call: LossCall) -> Source:
-    """Find where a call's output comes from; a DTensor is taken apart, and labels put in their place, here alone.
-
-    Raises:
-        ValueError: an output of no known kind.
-    """
+    """Return the source of a call's output, for a DTensor that of its shard; ValueError if unknown."""
     output = call.output
     if isinstance(output, HostLogProbs):
         return LogProbs.of(loss, call, output)
@@ -127,11 +115,7 @@ def _source(loss: Loss, call: LossCall) -> Source:
 
 
 def check(source: Source, call: LossCall, needs: Requirements) -> Placed:
-    """Check what types, shapes, options and groups tell, then what values tell; return the data and their layout.
-
-    Raises:
-        ValueError: names argument or field, value and place, and the cure.
-    """
+    """Check types, shapes, options and groups, then values; return the data and their layout."""
     loss = source.loss
     source.check_reads(needs)
     check_statistics(type(loss).__name__, needs, call.statistics)
@@ -145,11 +129,7 @@ def check(source: Source, call: LossCall, needs: Requirements) -> Placed:
 
 
 def check_inputs(loss: Loss, data: Mapping[str, Tensor], *, values: bool) -> None:
-    """Check whole data on this rank, before there is any output.
-
-    Raises:
-        ValueError: fields, or `values`, that `run` refuses.
-    """
+    """Refuse whole data whose fields, or `values`, `run` would refuse; local, before any output."""
     check_predicts(type(loss).__name__, loss.requirements, data)
     data = loss.reader.complete(None, with_labels(data))
     needs = needs_of(loss, data)

@@ -1,4 +1,4 @@
-"""Losses on a scalar head: one number per token, or one per row, in the logits' place."""
+"""Losses on a scalar head: one number per token or per row in place of logits."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ if TYPE_CHECKING:
 
 
 class ScalarHeadLoss(LossFn[ConfigT]):
-    """Base of the losses that take a scalar head's output, [B, S/cp, 1] or packed [1, T/cp, 1], equal on tensor ranks.
+    """Base of losses on a scalar head, [B, S/cp, 1] or packed [1, T/cp, 1], equal on tensor ranks.
 
-    The constructor takes no option of a vocabulary; the rest of the call is that of `LossFn`.
+    The constructor has no vocabulary options; the call is that of `LossFn`.
     """
 
     def __init__(self, config: ConfigT | Mapping | None = None, *, cp_layout: CPLayout = "zigzag") -> None:
@@ -44,10 +44,10 @@ class ScalarHeadLoss(LossFn[ConfigT]):
 
 
 class PooledHeadLoss(ScalarHeadLoss[ConfigT]):
-    """Base of the losses on one score per row: [B] or [B, 1], whole on every context rank, or one score per token.
+    """Base of losses on one score per row: [B] or [B, 1], whole on every context rank, or one per token.
 
-    Of scores of tokens, [B, S/cp, 1] or packed [1, T/cp, 1], the one at a row's last valid token counts. A pooled head needs
-    no input_ids and no token_mask.
+    Of token scores [B, S/cp, 1] or packed [1, T/cp, 1], the one at a row's last valid token is used. A pooled head needs no
+    input_ids and no token_mask.
     """
 
     @property
@@ -75,7 +75,7 @@ class PooledReader(ScalarReader):
     def complete(self, logits: Tensor | None, data: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         if (logits is not None and logits.dim() == 3) or "sample_mask" not in data:
             return data
-        rows = data["sample_mask"].new_ones(data["sample_mask"].numel(), 1)  # nothing of the tokens is read
+        rows = data["sample_mask"].new_ones(data["sample_mask"].numel(), 1)  # no token is read
         rows = torch.ones_like(data.get("token_mask", data.get("input_ids", rows)))
         return {"input_ids": rows.to(torch.int64), "token_mask": rows, **data}
 
@@ -91,7 +91,7 @@ class PooledReader(ScalarReader):
     def read(self, local: LocalBatch, logits: Tensor, tensor_group: ProcessGroup | None) -> TokenBatch:
         if logits.dim() < 3:
             return TokenBatch(local, ModelOutput(head=torch.where(local.sequence_mask, _flat(logits), 0)))
-        # The last valid token of each row, at the position that holds it; column 0 may be it.
+        # the last valid token of each row, at the position that holds it; may be column 0
         mask = local.data["token_mask"].bool() & local.sequence_mask[:, None]
         place = torch.arange(mask.shape[1], device=mask.device)
         last = mask & (place == torch.where(mask, place, -1).amax(1, keepdim=True))

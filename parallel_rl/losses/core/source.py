@@ -1,4 +1,4 @@
-"""Interface of a source, the origin of the model's output of a call."""
+"""Interface of a source, the origin of a call's model output."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class HostValues(NamedTuple):
-    """A host's log-probs and entropy, [B, A], and the form that they came in."""
+    """Log-probs and entropy of a host, [B, A], and their original form."""
 
     rows: Rows
     logprobs: Tensor
@@ -30,14 +30,14 @@ class HostValues(NamedTuple):
 
 
 class Placed(NamedTuple):
-    """The data of a call, checked in shape, and where its tokens lie.
+    """Data of a call after checks of shape, and where its tokens lie.
 
     Attributes:
         data: rows of tokens.
         needs: of the loss, in the order of these rows.
         layout: of the model's output.
-        counted: the data whose sequences and tokens are those of this call, for its counts of the step.
-        values: of a host, which come as rows; a row's first token is not among them, and rows may be cut over context ranks.
+        counted: the data whose sequences and tokens the call's counts cover.
+        values: of a host, as rows without a sequence's first token; rows may be split over context ranks.
     """
 
     data: Mapping[str, Tensor]
@@ -48,7 +48,7 @@ class Placed(NamedTuple):
 
 
 class Agreement(NamedTuple):
-    """Terms in which ranks agree before a call: groups, numbers, and what each of them holds alike."""
+    """Terms that ranks agree on before a call: groups, numbers, and data that must be equal."""
 
     groups: tuple[ProcessGroup | None, ...]
     facts: dict[str, int]
@@ -59,11 +59,11 @@ class Agreement(NamedTuple):
 class Source(ABC):
     """Origin of the model's output; `run` calls its methods in their order.
 
-    Before `check_output` has passed on all ranks, a source looks at no value of the data and communicates nothing.
+    Until `check_output` has passed on all ranks, a source reads no values of the data and does not communicate.
 
     Attributes:
         loss: that reads it.
-        like: stands for the output: its device, dtype and leading shape.
+        like: has the device, dtype and leading shape of the output.
     """
 
     loss: Loss
@@ -71,36 +71,24 @@ class Source(ABC):
 
     @abstractmethod
     def needs(self) -> Requirements:
-        """Find the requirements of a call on this data: optional fields that are there, and what the options read."""
+        """Return the requirements on this data: optional fields that are there, and what the options read."""
 
     @abstractmethod
     def agreement(self, needs: Requirements, counts: dict[str, float]) -> Agreement:
-        """Name what the ranks that make this call together must agree in; `counts` are those of the step."""
+        """Return what the ranks of this call must agree on; `counts` are those of the step."""
 
     @abstractmethod
     def check_reads(self, needs: Requirements) -> None:
-        """Check, by types, shapes and options, that the loss can read this output.
-
-        Raises:
-            ValueError: it cannot.
-        """
+        """Raise ValueError if, by types, shapes and options, the loss cannot read this output."""
 
     @abstractmethod
     def place(self, needs: Requirements) -> Placed:
-        """Check the data's types and shapes, and find where its tokens lie.
-
-        Raises:
-            ValueError: names the field and what it should be.
-        """
+        """Check the data's types and shapes, and find where its tokens lie; raises ValueError."""
 
     @abstractmethod
     def check_output(self, placed: Placed) -> None:
-        """Check the output, and its values beside the data's, where values are looked at.
-
-        Raises:
-            ValueError: names the value and its place.
-        """
+        """Check the output, and its values against the data's if values are checked; raises ValueError."""
 
     @abstractmethod
     def read(self, local: LocalBatch, placed: Placed) -> tuple[TokenBatch, Tensor | None]:
-        """Read the output into the batch that `compute` sees; an exact 0 carries a gradient that was computed on the way."""
+        """Read the output into the batch of `compute`, and an exact 0 with a gradient computed on the way."""

@@ -1,12 +1,12 @@
-"""Weights of single tokens, a field of the data beside the masks.
+"""Weights of single tokens, a field of the data.
 
-A token's terms are multiplied by its weight w ≥ 0. A weight of 0 masks: the token leaves the loss, its counts and its metrics,
-as one whose token_mask is 0, so that weights of 0 and 1 are a mask. What the loss is then divided by is a choice:
+A token's terms are multiplied by its weight w ≥ 0. A weight of 0 masks the token like a token_mask of 0: it leaves the loss,
+its counts and its metrics. The loss is divided by one of:
 
     "count"  the number of tokens with w > 0: a weight of 2 pulls twice as hard (prime-rl's components, ms-swift's loss_scale)
     "sum"    Σ w: a weighted mean, in which weights matter relative to each other (torch's cross-entropy)
 
-Aggregation "token-sum" divides by nothing: Σ w·ℓ (Tinker's per-token weights). Metrics are means over the tokens with w > 0.
+Aggregation "token-sum" divides by nothing: Σ w·ℓ (Tinker's per-token weights). Metrics are means over tokens with w > 0.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 def weighted(local: LocalBatch) -> LocalBatch:
-    """The batch with its weights, without the tokens of weight 0; the counts of the step are those of the others."""
+    """Return the batch with weights and without tokens of weight 0, which the counts omit, too."""
     weights = torch.where(local.valid, local.data[WEIGHTS.name], 0).double()
     counts, statistics = local.counts, local.statistics
     if statistics is not None and local.requirements.counted and len(statistics):
@@ -36,13 +36,13 @@ def weighted(local: LocalBatch) -> LocalBatch:
 
 
 def count_weights(local: LocalBatch) -> Statistics:
-    """Count what a weighted micro-batch adds to the number of weighted tokens and to the sum of their weights."""
+    """Count what a weighted micro-batch adds to the step's weighted tokens and sum of weights."""
     assert local.weights is not None
     return Statistics({"weighted_tokens": local.valid.sum(), "weight_sum": local.weights.sum()})
 
 
 def check_token_weights(weights: Tensor, valid: Tensor) -> None:
-    """Raises ValueError for a weight in a valid place that is negative or not finite."""
+    """Raise ValueError for a negative or infinite weight at a valid place."""
     wrong = valid & ((weights < 0) | ~weights.isfinite())
     if bool(wrong.any()):
         place = wrong.nonzero()[0].tolist()

@@ -1,4 +1,4 @@
-"""Log-probs of a loss under the sampler's truncation, and the tokens that then leave the mask."""
+"""Log-probs under the sampler's truncation, and the tokens that it masks."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ if TYPE_CHECKING:
 def read_truncated_policy(
     local: LocalBatch, logits: Tensor, tensor_group: ProcessGroup | None, options: VocabOptions
 ) -> TokenBatch:
-    """Read the statistics of the truncated policy; tokens that it, or an earlier one, does not keep leave the mask."""
+    """Read the truncated policy's statistics; tokens that it, or an earlier one, does not keep are masked."""
     layout, flat, needs = local.layout, logits.flatten(0, -2), local.requirements
     targets = layout.shard(local.data["input_ids"], needs.shift)
     kept_ids = local.kept_ids() if options.truncation.kept_sets else None
     shard = options.shard(logits.shape[-1], tensor_group, entropy=needs.entropy)
-    # `collect` reads the same logits before the loss does: a truncation in place would be truncated again
+    # `collect` reads the same logits before the loss: truncating in place would truncate twice
     consume = options.consume_logits and torch.is_grad_enabled()
     truncated = replace(shard, consume_logits=consume and not needs.untruncated)
     stats = truncated_stats_of_shard(flat, targets, local.mask, truncated, kept_ids)
@@ -44,9 +44,9 @@ def read_truncated_policy(
 
 
 def without_dropped(local: LocalBatch, stats: TokenStats, untruncated: TokenStats | None = None) -> TokenBatch:
-    """The batch with these statistics, without the tokens that the policy, or an earlier one, does not keep.
+    """Make the batch without the tokens that the policy, or an earlier one, does not keep.
 
-    Each part of a sum of losses is without those that the fields of its own say were not kept.
+    Each component of a sum also leaves out the tokens that its own fields mark as dropped.
     """
     now = stats.logprobs.detach() == -torch.inf
     parts = {name: replace(part, dropped=now | _dropped_before(part)) for name, part in local.parts.items()}
@@ -62,14 +62,14 @@ def without_dropped(local: LocalBatch, stats: TokenStats, untruncated: TokenStat
 
 
 def _dropped_before(local: LocalBatch) -> Tensor:
-    """[T_local] bool: valid tokens that a recorded log-prob of −inf says an earlier policy did not keep."""
+    """Return [T_local] bool: valid tokens that an earlier policy did not keep, by a log-prob of −inf."""
     names = [name for name, ours in RECORDED.items() if ours and name in local.requirements.names]
     none = torch.zeros_like(local.mask)
     return reduce(or_, (local.field(name) == -torch.inf for name in names), none)
 
 
 def with_dropped(metrics: Metrics, dropped: Tensor | None) -> Metrics:
-    """The metrics and `dropped_tokens`, the number of valid tokens that left the mask (None: no truncation, and no metric)."""
+    """Add the metric `dropped_tokens`, the number of valid tokens dropped by truncation (None: no metric)."""
     if dropped is None:
         return metrics
     count = Metric("count", dropped.sum(dtype=torch.float64))
@@ -77,5 +77,5 @@ def with_dropped(metrics: Metrics, dropped: Tensor | None) -> Metrics:
 
 
 def masked_stats(stats: TokenStats, mask: Tensor) -> TokenStats:
-    """The statistics with 0, and gradient 0, at masked places."""
+    """Set the statistics to 0, with gradient 0, at masked places."""
     return TokenStats(*(None if x is None else torch.where(mask, x, 0) for x in stats))  # type: ignore[arg-type]

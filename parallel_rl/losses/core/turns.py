@@ -1,9 +1,8 @@
-"""Turns, runs of one id among the valid tokens of a sequence: sums, means and maxima over them wherever their tokens lie.
+"""Turns, runs of one id among the valid tokens of a sequence: sums, means and maxima over them.
 
-How many there are is known on the device only, and a rank may hold any part of one. Nothing here waits for that number: a
-rank's own turns take one slot each of as many as it has positions, and those that a cut between context ranks divides meet
-in one of [B, 2·cp − 1] places, named by the chunk of the sequence that the turn begins in. No two begin in one chunk and end
-beyond it, so that one all-reduce of these places suffices.
+Their number is known on the device only, and a rank may hold any part of a turn. To avoid a wait, a rank has one slot per
+position for its turns. Turns that a cut between context ranks divides meet in one of [B, 2·cp − 1] places, named by the chunk
+where the turn begins. No two of them begin in one chunk and end beyond it, so one all-reduce of these places suffices.
 """
 
 from __future__ import annotations
@@ -25,14 +24,14 @@ if TYPE_CHECKING:
 
 
 def turn_starts(segment_ids: Tensor, valid: Tensor) -> Tensor:
-    """[B, S] bool: the first valid token of each turn.
+    """Return [B, S] bool: the first valid token of each turn.
 
     >>> ids, valid = torch.tensor([[0, 0, 1, 1, 1]]), torch.tensor([[False, True, True, False, True]])
     >>> turn_starts(ids, valid).tolist()
     [[False, True, True, False, False]]
 
     Args:
-        segment_ids: [B, S] integer; those of other than valid tokens do not matter.
+        segment_ids: [B, S] integer; ids of invalid tokens do not matter.
         valid: [B, S] bool.
     """
     before = _latest_valid(valid)
@@ -40,7 +39,7 @@ def turn_starts(segment_ids: Tensor, valid: Tensor) -> Tensor:
 
 
 def check_segment_ids(segment_ids: Tensor, valid: Tensor) -> None:
-    """Raises ValueError for ids that decrease from one valid token of a row to the next; Args: see `turn_starts`."""
+    """Raise ValueError for ids that decrease from one valid token of a row to the next."""
     before = _latest_valid(valid)
     previous = segment_ids.gather(1, before.clamp(min=0))
     wrong = valid & (before >= 0) & (previous > segment_ids)
@@ -53,7 +52,7 @@ def check_segment_ids(segment_ids: Tensor, valid: Tensor) -> None:
 
 
 def _latest_valid(valid: Tensor) -> Tensor:
-    """[B, S] the column of the last valid token before each one, −1 if there is none."""
+    """Return [B, S] the column of the last valid token before each one, −1 if there is none."""
     columns = torch.arange(valid.shape[1], device=valid.device)
     latest = torch.where(valid, columns, -1).cummax(1).values
     return torch.nn.functional.pad(latest[:, :-1], (1, 0), value=-1)
@@ -61,14 +60,14 @@ def _latest_valid(valid: Tensor) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class TurnLayout:
-    """The turns of a context rank's local positions; masked positions belong to some turn, and must hold a neutral value.
+    """Turns of a rank's local positions; masked positions belong to some turn and need a neutral value.
 
     Attributes:
-        ids: [T_local] the slot of each position, counted from 0 in the order of the positions.
-        offsets: [T_local + 1] local bounds of the slots; those beyond the last turn are empty.
+        ids: [T_local] the slot of each position, from 0 in the order of the positions.
+        offsets: [T_local + 1] local bounds of the slots; slots beyond the last turn are empty.
         meeting: [T_local] where the parts of a slot's turn meet, in [0, B·(2·cp − 1)), or that bound for a whole turn.
         places: B·(2·cp − 1).
-        tokens: [T_local] at each position the valid tokens of its turn, on all context ranks.
+        tokens: [T_local] at each position the valid tokens of its turn, over all context ranks.
     """
 
     ids: Tensor
@@ -79,12 +78,7 @@ class TurnLayout:
 
     @classmethod
     def of(cls, layout: SequenceLayout, segment_ids: Tensor, valid: Tensor, shift: bool = True) -> TurnLayout:
-        """Find the turns of the local positions.
-
-        Args:
-            segment_ids, valid: see `turn_starts`; whole on every context rank.
-            shift: see `SequenceLayout.shard`.
-        """
+        """Find the turns of the local positions; args as of `turn_starts` and `SequenceLayout.shard`."""
         rows, width = layout.shape
         columns, row = torch.arange(width, device=valid.device), torch.arange(rows, device=valid.device)[:, None]
         starts = torch.where(turn_starts(segment_ids, valid), columns, 0).cummax(1).values
@@ -103,9 +97,9 @@ class TurnLayout:
         return cls(ids, offsets, meeting, rows * cuts, tokens)
 
     def sum(self, x: Tensor, context_group: ProcessGroup | None = None) -> Tensor:
-        """[T_local] to [T_local]: at each position the sum over its turn, on all context ranks; differentiable.
+        """Sum x [T_local] over each position's turn, on all context ranks; differentiable, in float64.
 
-        Sums run in float64. Costs one all-reduce of `places` floats, and one in the backward.
+        Costs one all-reduce of `places` floats, and one in the backward.
         """
         summed = sum_segments(x, self.offsets, self.ids)
         if group_size(context_group) > 1:
@@ -116,7 +110,7 @@ class TurnLayout:
         return expand_segments(summed, self.offsets, self.ids).to(x.dtype)
 
     def max(self, x: Tensor, context_group: ProcessGroup | None = None) -> Tensor:
-        """[T_local] to [T_local]: at each position the largest over its turn, on all context ranks; no gradient."""
+        """Take the maximum of x [T_local] over each position's turn, on all context ranks; no gradient."""
         most = x.new_full(x.shape, -torch.inf).scatter_reduce(0, self.ids, x.detach(), "amax")
         if group_size(context_group) > 1:
             met = x.new_full((self.places + 1,), -torch.inf).scatter(0, self.meeting, most)
@@ -126,7 +120,7 @@ class TurnLayout:
 
 
 def _chunk(layout: SequenceLayout, positions: Tensor) -> Tensor:
-    """[B, S] the chunk of its sequence that each position [B, S] lies in."""
+    """Return [B, S] the chunk of its sequence that each position [B, S] lies in."""
     if layout.tree is not None:
         return layout.tree.chunk.gather(1, positions.clamp(min=0))
     first, size = (each[:, None] for each in layout.chunks)

@@ -1,8 +1,8 @@
-"""Hugging Face checkpoints in and out of megatron-core, on the layout that `initialize` has set (extra `[hf]`).
+"""Hugging Face checkpoints in and out of megatron-core, on the layout of `initialize` (extra `[hf]`).
 
-- `load_hf(folder)` gives this rank's model; `save_hf(model, out)` writes a folder
+- `load_hf(folder)` returns this rank's model; `save_hf(model, out)` writes a folder
 - `export_tensors(model)` iterates over whole tensors for an inference engine
-- `fill_hf`, `build_hf`, `read_hf`: weights into a model that is there, a model that waits for them, config.json alone
+- `fill_hf` loads into an existing model, `build_hf` builds one without weights, `read_hf` reads config.json only
 """
 
 from parallel_rl.config.hf_config import HFModel, read_hf

@@ -9,7 +9,7 @@ from parallel_rl.config.architecture import OTHER_CONVERTERS, Architecture, Expe
 from parallel_rl.config.hf_config import HFModel
 from parallel_rl.megatron.model import unwrap
 
-# fields of TransformerConfig that no family here has, with the value that they must have
+# fields of TransformerConfig that no family here supports, with the value that they must have
 _ABSENT = {
     "normalization": "RMSNorm",
     "gated_linear_unit": True,
@@ -27,13 +27,13 @@ _ABSENT = {
 
 
 def describe_model(model: torch.nn.Module) -> HFModel:
-    """Describe a model: as the folder that it was built from did, else by the family that it is one of.
+    """Describe a model: as the folder that it was built from, else by its family.
 
     >>> describe_model(model).architecture.family
     'llama'
 
     Raises:
-        ValueError: it is of no family; the message names what is in the way.
+        ValueError: a model of no family; names the reason.
     """
     bare = unwrap(model)
     known: HFModel | None = getattr(bare, "hf", None)

@@ -29,10 +29,10 @@ Models = torch.nn.Module | Sequence[torch.nn.Module]
 
 @dataclass(frozen=True)
 class Held:
-    """A parameter of this rank, under the name of Megatron's local layers in the whole model.
+    """A parameter of this rank, under its local-layer name in the whole model.
 
     Attributes:
-        experts: how many of a layer are on each expert rank, where it is one of an expert; else 0.
+        experts: a layer's experts per expert rank, for a parameter of an expert; else 0.
     """
 
     name: str
@@ -40,15 +40,15 @@ class Held:
     experts: int = 0
 
     def on(self, owner: int, rank: int) -> str:
-        """The name of the parameter that stands on expert rank `owner` where this one stands on `rank`."""
+        """Return the name of the parameter on expert rank `owner` at the place of this one on `rank`."""
         return shift_expert(self.name, (owner - rank) * self.experts)
 
 
 def export_tensors(model: Models) -> Iterator[tuple[str, Tensor]]:
-    """Iterate over (Hugging Face name, whole tensor) of the whole model, on every rank of the world alike.
+    """Iterate over (Hugging Face name, whole tensor) of the whole model, alike on every rank of the world.
 
-    No rank ever holds more than one parameter whole. A tensor may be the model's own memory: use it up, or copy it, before the
-    model trains on. All ranks iterate to the end. This is what an engine's weight transfer asks for (vLLM's `WeightSource`).
+    No rank holds more than one whole parameter. A tensor may be the model's memory: use or copy it before training continues.
+    All ranks iterate to the end. Suits an engine's weight transfer (vLLM's `WeightSource`).
 
     >>> [name for name, _ in export_tensors(model)][:3]
     ['model.embed_tokens.weight', 'model.layers.0.input_layernorm.weight', 'model.layers.0.self_attn.o_proj.weight']
@@ -85,10 +85,10 @@ def export_tensors(model: Models) -> Iterator[tuple[str, Tensor]]:
 
 
 def held_parameters(model: Models) -> tuple[list[Held], dict[str, Source]]:
-    """List this rank's parameters, tied embeddings once, on the first stage; and the sources of all of the whole model.
+    """List this rank's parameters (tied embeddings only on the first stage) and the model's sources.
 
     Raises:
-        ValueError: a model that is none of Hugging Face's families, or a parameter that has no place there.
+        ValueError: a model of no Hugging Face family, or a parameter without a place there.
     """
     chunks = [unwrap(chunk) for chunk in ([model] if isinstance(model, torch.nn.Module) else model)]
     sources = table(describe_model(chunks[0]).architecture, scalar_head=chunks[0].scalar_head)
@@ -107,7 +107,7 @@ def held_parameters(model: Models) -> tuple[list[Held], dict[str, Source]]:
 
 
 def split(source: Source, whole: Tensor) -> dict[str, Tensor]:
-    """Cut a whole parameter into Hugging Face's tensors; vocabulary padding is left out."""
+    """Cut a whole parameter into Hugging Face's tensors, without vocabulary padding."""
     if len(source.rows) == 1:
         [piece] = source.rows
         return {piece.name: whole[: piece.stop]}
@@ -121,7 +121,7 @@ def split(source: Source, whole: Tensor) -> dict[str, Tensor]:
 
 
 def _whole(one: Held, owner: int, experts: ProcessGroup) -> Tensor:
-    """The whole of a parameter, or of the one in its place on expert rank `owner`."""
+    """Return a whole parameter, or the one in its place on expert rank `owner`."""
     parameter = one.parameter
     if not one.experts:
         return whole_tensor(parameter)

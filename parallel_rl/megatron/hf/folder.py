@@ -1,4 +1,4 @@
-"""A folder of safetensors: which tensors it holds, and rows of them. Nothing but JSON and safetensors is ever opened."""
+"""A folder of safetensors: its tensors, and rows of them. Only JSON and safetensors are opened."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _SHOWN = 4  # names in a message
 
 @dataclass(frozen=True)
 class Folder:
-    """The tensors of a folder: each one's file and shape, as the files' headers say."""
+    """Tensors of a folder: each one's file and shape, from the files' headers."""
 
     path: Path
     files: Mapping[str, str]
@@ -29,11 +29,7 @@ class Folder:
 
 
 def require_safetensors() -> None:
-    """Refuse to go on where the package safetensors is not installed.
-
-    Raises:
-        ValueError: it is not.
-    """
+    """Raise ValueError if the package safetensors is not installed."""
     if importlib.util.find_spec("safetensors") is None:
         raise ValueError(
             "weights are read and written with safetensors, which is not installed: pip install safetensors"
@@ -44,8 +40,8 @@ def read_folder(path: Path) -> Folder:
     """Read the headers of a folder's safetensors files.
 
     Raises:
-        ValueError: no weights, or only pickled ones; an index that names a missing file or one outside the folder, or places
-            a tensor where it is not; a file that is cut short; numbers that are no floats.
+        ValueError: no weights, or only pickled ones; an index that names a missing or outside file, or misplaces a tensor; a
+            truncated file; a dtype that is no float.
     """
     require_safetensors()
     placed, names = _placed(path)
@@ -66,7 +62,7 @@ def read_folder(path: Path) -> Folder:
 
 
 def _placed(path: Path) -> tuple[dict[str, str], list[str]]:
-    """The index's places of tensors (none without an index), and the files to open."""
+    """Return the index's places of tensors (empty without an index), and the files to open."""
     if not path.is_dir():
         raise ValueError(f"{path} is not a folder")
     if (path / INDEX).is_file():
@@ -76,7 +72,7 @@ def _placed(path: Path) -> tuple[dict[str, str], list[str]]:
         placed = {str(tensor): str(name) for tensor, name in weight_map.items()}
         names = sorted(set(placed.values()))
         for name in names:
-            # a link inside the folder may point elsewhere (the hub's cache is made of such), a name may not
+            # a link may lead out of the folder (as in the hub's cache), a name may not
             if Path(name).name != name or not name.endswith(".safetensors"):
                 raise ValueError(f"{path / INDEX} names {name!r}, which is not a safetensors file of this folder")
             if not (path / name).is_file():
@@ -94,13 +90,10 @@ def _placed(path: Path) -> tuple[dict[str, str], list[str]]:
 
 
 def check_names(folder: Folder, expected: Mapping[str, tuple[int, ...]], ignored: tuple[str, ...] = ()) -> None:
-    """Refuse a folder that lacks one of the tensors that are expected, holds one of another shape, or one that nothing reads.
+    """Raise ValueError for tensors that are missing, unexpected or of another shape; names the first few.
 
     Args:
-        ignored: ends of names that may be there and are not read.
-
-    Raises:
-        ValueError: naming the first few of them.
+        ignored: endings of names that may be there and are not read.
     """
     missing = [name for name in expected if name not in folder.shapes]
     unread = [name for name in folder.shapes if name not in expected and not name.endswith(ignored or (" ",))]
@@ -117,7 +110,7 @@ def check_names(folder: Folder, expected: Mapping[str, tuple[int, ...]], ignored
 
 
 class Reader:
-    """Opens files of a folder once each, and reads rows of their tensors; a context manager."""
+    """Context manager that opens each file of a folder once, and reads rows of its tensors."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -134,13 +127,13 @@ class Reader:
         self._stack.close()
 
     def header(self, file: str) -> list[tuple[str, tuple[int, ...], str]]:
-        """Name, shape and dtype of each tensor of a file."""
+        """Return name, shape and dtype of each tensor of a file."""
         opened = self._file(file)
         slices = [(name, opened.get_slice(name)) for name in opened.keys()]  # noqa: SIM118 it is not a mapping
         return [(name, tuple(one.get_shape()), one.get_dtype()) for name, one in slices]
 
     def rows(self, file: str, name: str, start: int, stop: int, columns: tuple[int, int] | None = None) -> Tensor:
-        """Rows [start, stop) of a tensor of a file, or their [start, stop) columns; nothing else is read."""
+        """Read only rows [start, stop) of a tensor, or their [start, stop) columns."""
         one = self._file(file).get_slice(name)
         found: Tensor = one[start:stop] if columns is None else one[start:stop, columns[0] : columns[1]]
         return found

@@ -1,4 +1,4 @@
-"""A Hugging Face folder as Megatron models of the present layout."""
+"""A Hugging Face folder as Megatron models of the current layout."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from parallel_rl.megatron.model_config import build_config
 from parallel_rl.megatron.weights import EMBEDDING, cut_of, global_parameters, spelled_locally
 
 _TIED_HEAD, _SCORE = "lm_head.weight", "score.weight"
-_IGNORED = (".rotary_emb.inv_freq",)  # old checkpoints hold what is computed
+_IGNORED = (".rotary_emb.inv_freq",)  # computed values in old checkpoints
 
 
 def load_hf(
@@ -33,26 +33,25 @@ def load_hf(
     vocab_multiple: int = 1,
     overrides: Mapping[str, object] | None = None,
 ) -> list[GPTModel]:
-    """Load config.json and safetensors into this rank's part of a model, on the layout that `initialize` has set.
+    """Load config.json and safetensors into this rank's part of a model, on the layout of `initialize`.
 
-    Every rank of the world calls it, and each reads only its own rows. Families: llama (with 3.1's rotary positions), mistral,
+    Every rank of the world calls it and reads only its own rows. Families: llama (with 3.1's rotary positions), mistral,
     qwen2, qwen3, qwen3_moe.
 
     Args:
-        folder: as transformers writes it. Links in it are followed, pickles never opened.
-        dtype: of the parameters, whatever the files hold.
+        folder: as transformers writes it. Links are followed, pickles never opened.
+        dtype: of the parameters, for any dtype of the files.
         sequence_parallel: see `build_config`.
-        scalar_head: one output a position in place of logits: the folder's `score.weight` if it has one, else zeros.
+        scalar_head: one output a position in place of logits: the folder's `score.weight` if there is one, else zeros.
         vocab_multiple: see `build_model`.
         overrides: further fields of TransformerConfig by name (recompute_granularity, moe_aux_loss_coeff, ...).
 
     Returns:
-        The model chunks of this rank: one, unless `initialize` was given virtual_pp.
+        The model chunks of this rank: one, unless `initialize` has virtual_pp.
 
     Raises:
-        ValueError: no weights; a family or an option of config.json that is not supported; a tensor that is missing, has
-            another shape or is not used; a file that is cut short; sizes that the layout does not divide; weights that are not
-            the same on all nodes. On all ranks.
+        ValueError: on all ranks: no weights; an unsupported family or option of config.json; a tensor that is missing, unused
+            or of another shape; a truncated file; sizes that the layout does not divide; weights that differ between nodes.
     """
     described, found = _open(folder, scalar_head)
     models = build_hf(
@@ -69,11 +68,7 @@ def load_hf(
 
 
 def fill_hf(models: Sequence[torch.nn.Module], folder: str | Path) -> None:
-    """Load the weights of a folder into this rank's part of a model that is there already, wrapped or not.
-
-    Raises:
-        ValueError: as `load_hf`; on all ranks.
-    """
+    """Load a folder into this rank's part of an existing model, wrapped or not; errors as of `load_hf`."""
     bare = [unwrap(model) for model in models]
     described, found = _open(folder, bare[0].scalar_head)
     for model in bare:
@@ -83,11 +78,7 @@ def fill_hf(models: Sequence[torch.nn.Module], folder: str | Path) -> None:
 
 
 def check_hf(folder: str | Path, *, scalar_head: bool = False) -> None:
-    """Look at config.json and the headers of a folder's weights, alone: all that can be wrong but the numbers.
-
-    Raises:
-        ValueError: `load_hf` would refuse it.
-    """
+    """Check config.json and the headers of a folder's weights; ValueError if `load_hf` would refuse it."""
     _read(Path(folder), scalar_head)
 
 
@@ -104,7 +95,7 @@ def build_hf(
     vocab_multiple: int = 1,
     overrides: Mapping[str, object] | None = None,
 ) -> list[GPTModel]:
-    """Build this rank's part of a model without drawing its weights: something will be loaded."""
+    """Build this rank's part of a model without drawing its weights, for a later load."""
     sizes = described.architecture
     chunks = parallel_state.get_virtual_pipeline_model_parallel_world_size()
     config = build_config(
@@ -143,7 +134,7 @@ def build_hf(
 
 
 def _read(path: Path, scalar_head: bool) -> tuple[HFModel, Folder]:
-    """Read config.json and the headers of the weights, and compare them."""
+    """Read and compare config.json and the headers of the weights."""
     described, folder = read_hf(path), read_folder(path)
     sources = table(described.architecture, scalar_head=scalar_head)
     expected = {name: shape for source in sources.values() for name, shape in source.shapes().items()}
@@ -181,8 +172,8 @@ def _fill(models: Sequence[GPTModel], folder: Folder) -> None:
 
 
 def _check_alike(models: Sequence[GPTModel], folder: str | Path) -> None:
-    """Compare the weights of the ranks that hold the same ones: each may have read a disk of its own node."""
-    sums = {False: 0, True: 0}  # of the bytes, of experts (True) and of all else
+    """Compare the weights of ranks that hold the same ones: each may have read its node's own disk."""
+    sums = {False: 0, True: 0}  # sums of bytes: of experts (True), of the rest
     for name, parameter in global_parameters(models):
         sums[".experts." in name] += int(parameter.detach().contiguous().view(torch.uint8).sum(dtype=torch.int64))
     dense = parallel_state.get_data_parallel_group(with_context_parallel=True)
@@ -203,7 +194,7 @@ def _check_alike(models: Sequence[GPTModel], folder: str | Path) -> None:
 
 
 def read_parameter(reader: Reader, folder: Folder, source: Source, parameter: Parameter) -> None:
-    """Fill this rank's part of a parameter, row by row, from the files; vocabulary padding is zero."""
+    """Fill this rank's part of a parameter from the files, row by row; vocabulary padding is zero."""
     cut = cut_of(parameter)
     columns = cut.ranges()[0] if cut.dim == 1 else None
     at = 0

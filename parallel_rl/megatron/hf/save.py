@@ -25,7 +25,7 @@ from parallel_rl.megatron.hf.table import Source
 from parallel_rl.megatron.model import gather_parameters, unwrap
 from parallel_rl.megatron.weights import whole_tensor
 
-#: files beside the weights that a tokenizer and an engine read
+#: files of a tokenizer and an engine
 COMPANIONS = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt",
     "tokenizer.model", "chat_template.jinja", "chat_template.json", "generation_config.json",
@@ -41,21 +41,21 @@ def save_hf(
     entries: Mapping[str, object] | None = None,
     max_file_bytes: int = MAX_FILE_BYTES,
 ) -> None:
-    """Write a model as config.json and safetensors, which `load_hf`, transformers and vLLM load.
+    """Write a model as config.json and safetensors, for `load_hf`, transformers and vLLM.
 
-    Every rank of the world calls it; each pipeline stage, and each expert rank, writes its own files. The folder appears under
-    its name when it is whole, and not before.
+    Every rank of the world calls it; each pipeline stage and expert rank writes its own files. The folder gets its name only
+    when it is complete.
 
     Args:
         model: a model, wrapped or not, or the chunks of this rank.
-        out: a folder that is not there yet, or is empty, on a file system that all ranks share.
-        companions: a folder whose tokenizer's files and generation_config.json are copied beside the weights.
-        entries: further ones of config.json, such as eos_token_id; those of the folder that the model came from stay.
-        max_file_bytes: of one file; a rank that writes holds as much on the host.
+        out: a new or empty folder on a file system that all ranks share.
+        companions: a folder whose tokenizer files and generation_config.json are copied.
+        entries: more entries of config.json, such as eos_token_id; those of the model's source folder are kept.
+        max_file_bytes: per file; a writing rank holds as much on the host.
 
     Raises:
-        ValueError: `out` holds something; a model that is none of Hugging Face's families; on all ranks.
-        RuntimeError: a file could not be written; on all ranks, and nothing stays.
+        ValueError: on all ranks: `out` is not empty; a model of no Hugging Face family.
+        RuntimeError: on all ranks: a file could not be written; nothing stays.
     """
     out = Path(out)
     raise_on_all_ranks(require_safetensors)
@@ -79,8 +79,6 @@ def save_hf(
 
 @dataclass(frozen=True)
 class _File:
-    """A file to write, and the parameters that it holds."""
-
     name: str
     parameters: tuple[str, ...]
 
@@ -94,7 +92,7 @@ def _begin(out: Path) -> Path:
 
 
 def _written_here(held: Sequence[Held]) -> list[Held]:
-    """The parameters that this rank writes: one rank of those that hold the same."""
+    """List the parameters that this rank writes: one rank of those that hold the same."""
     dense = parallel_state.get_tensor_model_parallel_rank() == 0
     dense &= parallel_state.get_data_parallel_rank(with_context_parallel=True) == 0
     expert = parallel_state.get_expert_tensor_parallel_rank() == parallel_state.get_expert_data_parallel_rank() == 0
@@ -102,7 +100,7 @@ def _written_here(held: Sequence[Held]) -> list[Held]:
 
 
 def _share_out(held: Sequence[Held], sources: Mapping[str, Source], limit: int) -> list[list[_File]]:
-    """The files of every rank, numbered over the whole model."""
+    """Plan the files of every rank, numbered over the whole model."""
     mine: list[list[str]] = []
     size = limit
     for one in held:
@@ -126,7 +124,7 @@ def _share_out(held: Sequence[Held], sources: Mapping[str, Source], limit: int) 
 
 
 def _write(made: Path, held: Sequence[Held], sources: Mapping[str, Source], files: Sequence[_File]) -> Exception | None:
-    """Gather every parameter of this stage, and write those of `files`; a failure is kept, for the others still gather."""
+    """Gather this stage's parameters and write `files`; a failure is returned, as the others still gather."""
     ends = {file.parameters[-1]: file for file in files}
     mine = {name for file in files for name in file.parameters}
     pending: dict[str, Tensor] = {}
@@ -155,16 +153,14 @@ def _write_file(path: Path, tensors: Mapping[str, Tensor]) -> None:
 
 
 def _config(chunk: GPTModel) -> dict[str, object]:
-    """The entries of config.json: those that the model was loaded with, which may say more than is read, else our own."""
+    """Return config.json's entries: those that the model was loaded with, else our own."""
     described, scalar_head = describe_model(chunk), bool(chunk.scalar_head)
     own = described.architecture.to_config(scalar_head=scalar_head)
     config = {**described.config, "architectures": own["architectures"]}
     if scalar_head:
         config |= {name: own[name] for name in ("id2label", "label2id")}
     dtype = str(chunk.config.params_dtype).removeprefix("torch.")
-    name = (
-        "dtype" if "dtype" in config else "torch_dtype"
-    )  # one of the two: versions of transformers prefer another one
+    name = "dtype" if "dtype" in config else "torch_dtype"  # versions of transformers prefer different names
     return {**{key: value for key, value in config.items() if key not in ("dtype", "torch_dtype")}, name: dtype}
 
 

@@ -1,4 +1,4 @@
-"""The table of names: each parameter of Megatron's whole model as rows of Hugging Face's tensors."""
+"""Table of names: each parameter of Megatron's whole model as rows of Hugging Face's tensors."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Rows:
 
 @dataclass(frozen=True)
 class Source:
-    """A parameter of Megatron's, row by row: the given rows one after the other, then vocabulary padding.
+    """A Megatron parameter as consecutive rows of other tensors, then vocabulary padding.
 
     Attributes:
         columns: width of the rows; None: a vector.
@@ -30,7 +30,7 @@ class Source:
     columns: int | None
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """The tensors that the rows are of, with their shapes; they are used up, each row once."""
+        """Return the tensors of the rows with their shapes; each of their rows is used once."""
         heights: dict[str, int] = {}
         for piece in self.rows:
             heights[piece.name] = max(heights.get(piece.name, 0), piece.stop)
@@ -38,7 +38,7 @@ class Source:
         return {name: (height, *tail) for name, height in heights.items()}
 
     def within(self, start: int, stop: int) -> Iterator[tuple[int, Rows]]:
-        """The pieces of rows [start, stop) of the parameter, each with the row of the parameter that it begins at."""
+        """Iterate over the pieces of the parameter's rows [start, stop), each with its first row there."""
         at = 0
         for piece in self.rows:
             low, high = max(start, at), min(stop, at + piece.stop - piece.start)
@@ -48,7 +48,7 @@ class Source:
 
 
 def table(model: Architecture, *, scalar_head: bool = False) -> dict[str, Source]:
-    """Return the source of every parameter of the whole model, by its name in it, `spelled_locally`.
+    """Return the source of every parameter of the whole model, by its `spelled_locally` name.
 
     >>> from parallel_rl.config.architecture import Architecture
     >>> small = Architecture("qwen3", 1, hidden=8, heads=4, groups=2, head_dim=4, ffn=6, vocab=10, qk_norm=True)
@@ -102,7 +102,7 @@ def _whole(name: str, rows: int, columns: int | None = None) -> Source:
 
 
 def _interleaved(model: Architecture, at: str, kind: str, columns: int | None) -> Source:
-    """For each key-value group its query heads, then its keys, then its values."""
+    """Interleave for each key-value group its query heads, keys and values."""
     width = {"q": model.heads // model.groups * model.head_dim, "k": model.head_dim, "v": model.head_dim}
     pieces = [
         Rows(f"{at}{name}_proj.{kind}", group * rows, (group + 1) * rows)

@@ -17,21 +17,16 @@ if TYPE_CHECKING:
 Backend = Literal["auto", "triton", "compiled", "eager"]
 BACKENDS: tuple[str, ...] = get_args(Backend)
 
-# Looked up once: torch.compile takes them for constants.
+# looked up once: torch.compile treats them as constants
 _INSTALLED = find_spec("triton") is not None
-#: builds the launcher of a Triton kernel; None where there is none, and the torch backend is used
+#: builds the launcher of a Triton kernel; None: the torch backend is used
 COMPILER = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
 _NO_COMPILER = "install gcc or clang, or name one in the environment variable CC"
 _INTERPRETED = os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "yes", "y")
 
 
 def check_backend(backend: Backend, device: torch.device) -> None:
-    """Refuse a backend that does not exist or cannot run on `device`.
-
-    Raises:
-        ValueError: an unknown name, Triton that is not installed or finds no C compiler, or "triton" for tensors that are not
-            on a CUDA device (Triton's interpreter, TRITON_INTERPRET=1, takes any).
-    """
+    """Raise ValueError for a backend that does not exist or cannot run on `device`."""
     if backend not in BACKENDS:
         raise ValueError(f"backend = {backend!r} is not valid; choose one of {', '.join(BACKENDS)}")
     if backend != "triton":
@@ -48,7 +43,7 @@ def check_backend(backend: Backend, device: torch.device) -> None:
 
 
 def runs_on_triton(z: Tensor, backend: Backend) -> bool:
-    """Whether the passes over `z` are Triton kernels: where asked for, and under "auto" on CUDA; never in float64."""
+    """Return whether passes over `z` run in Triton: if chosen, or with "auto" on CUDA; never in float64."""
     if backend in ("compiled", "eager") or z.dtype == torch.float64:
         return False
     if backend == "triton":
@@ -62,5 +57,5 @@ def runs_on_triton(z: Tensor, backend: Backend) -> bool:
 
 @cache
 def _warn_of_no_compiler() -> None:
-    """Once a process: each pass of a step asks, and each from a line of its own, which Python would warn of by itself."""
+    """Warn once a process; Python's own filter would warn for each calling line."""
     warnings.warn(f"Triton needs a C compiler, so the torch backend is used: {_NO_COMPILER}", stacklevel=3)

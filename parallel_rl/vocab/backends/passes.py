@@ -1,4 +1,4 @@
-"""The three steps of the token statistics, on whatever backend fits: a shard's parts, their combination, the gradient."""
+"""The three steps of the token statistics on any backend: a shard's parts, their combination, the gradient."""
 
 from __future__ import annotations
 
@@ -31,30 +31,30 @@ CombinedRows = tuple["Tensor", "Tensor | None", "Tensor", "Tensor | None", "Tens
 
 
 class RowSpec(NamedTuple):
-    """The inputs of each row beside its logits, and the shard's columns."""
+    """Inputs of each row besides its logits, and the shard's columns."""
 
     targets: Tensor  # [T] global ids
-    keep: Tensor  # [T] bool; the other rows may hold anything, and get zeros
+    keep: Tensor  # [T] bool; other rows may hold anything, and get zeros
     inv_t: Tensor  # [T, 1] or [1, 1] 1 / temperature
     start: int  # the first column's id
-    valid: int  # real columns; those at or beyond it are padding
+    valid: int  # real columns; later ones are padding
 
 
 class HalfLogits(NamedTuple):
-    """Float32 logits in half the bytes, which only Triton's passes write and read; rows that are not kept hold anything."""
+    """Float32 logits in half the bytes, for Triton's passes only; rows that are not kept hold anything."""
 
     values: Tensor  # [T, W] float16 distances from the tops, columns side by side
-    tops: Tensor  # [T, ⌈W / PER_TOP⌉] float32, the largest of each PER_TOP columns
+    tops: Tensor  # [T, ⌈W / PER_TOP⌉] float32, the maximum of each PER_TOP columns
 
 
 def row_parts(
     z: Tensor, spec: RowSpec, entropy: bool, backend: Backend, squares: bool = False, half: HalfLogits | None = None
 ) -> Tensor:
-    """Reduce [T, W] logits to this shard's parts [T, 3 + entropy + squares] (m, a, t, b, q), which the ranks gather.
+    """Reduce [T, W] logits to this shard's parts [T, 3 + entropy + squares] (m, a, t, b, q) to gather.
 
     Args:
-        squares: q, for Σπ², too; it comes beside the entropy.
-        half: where the logits of kept rows are stored as well.
+        squares: add q, for Σπ²; requires the entropy.
+        half: storage for the logits of kept rows.
     """
     if half is not None:
         from parallel_rl.vocab.backends.triton.operators import vocab_stats_half
@@ -77,10 +77,10 @@ def truncated_row_parts(
     kept: Tensor | None = None,
     half: HalfLogits | None = None,
 ) -> Tensor:
-    """`row_parts` of the logits from each row's floor [T, 1] on, while −inf is written over the others: on a CPU one read.
+    """Compute `row_parts` of logits ≥ each row's floor [T, 1], writing −inf over others; one CPU read.
 
     Args:
-        kept: [T, W] to write all of it to, real columns only, instead of over `z`.
+        kept: [T, W] destination, real columns only, instead of `z`.
     """
     out = z if kept is None else kept
     if z.device.type != "cpu" or half is not None or torch.compiler.is_compiling() or not z.numel():
@@ -97,7 +97,7 @@ def truncated_row_parts(
 
 
 def drop_below_(z: Tensor, floor: Tensor, kept: Tensor | None = None) -> None:
-    """Write −inf over the logits [T, W] below each row's floor [T, 1], see `kept_floor`; into `kept` where it is given."""
+    """Write −inf over logits [T, W] below each row's floor [T, 1] (`kept_floor`), or copy to `kept` first."""
     for rows in row_blocks(z):  # the mask is never whole
         if kept is not None:
             kept[rows] = z[rows]
@@ -107,7 +107,6 @@ def drop_below_(z: Tensor, floor: Tensor, kept: Tensor | None = None) -> None:
 def row_stats(
     z: Tensor, spec: RowSpec, entropy: bool, backend: Backend, squares: bool = False, half: HalfLogits | None = None
 ) -> CombinedRows:
-    """`combine_rows` of `row_parts` where this shard is the whole vocabulary."""
     if half is not None:
         from parallel_rl.vocab.backends.triton.operators import vocab_row_stats_half
 
@@ -120,10 +119,7 @@ def row_stats(
 
 
 def combine_rows(parts: Tensor, spec: RowSpec, backend: Backend) -> CombinedRows:
-    """Combine parts [ranks, T, 3 to 5] to (log-prob, entropy, lse, Σπ²) [T], and `row_gradient`'s rows [T, 2 or 3].
-
-    The rows hold (M, log A, H).
-    """
+    """Combine parts [ranks, T, 3 to 5] to (log-prob, entropy, lse, Σπ²) [T] and rows (M, log A, H)."""
     entropy, squares = parts.shape[-1] > 3, parts.shape[-1] > 4
     if runs_on_triton(parts, backend):
         from parallel_rl.vocab.backends.triton.operators import vocab_combine
@@ -140,7 +136,6 @@ def combine_rows(parts: Tensor, spec: RowSpec, backend: Backend) -> CombinedRows
 
 
 def _given(made: tuple[Tensor, Tensor, Tensor, Tensor, Tensor], entropy: bool, squares: bool) -> CombinedRows:
-    """Leave out of the kernels' results what was not asked for."""
     logprobs, entropies, lse, rows, sums = made
     return logprobs, entropies if entropy else None, lse, sums if squares else None, rows
 
@@ -158,9 +153,9 @@ def row_gradient(
 
     Args:
         rows: [T, 2 or 3] of `combine_rows`.
-        out: its destination: `z` itself, or a tensor of any floating dtype, or None for a new one like `z`. Triton's passes
-            also take one of another dtype over the bytes of `z`, if its elements are as wide.
-        tops: of `HalfLogits`, where `z` is their values.
+        out: destination: `z` itself, a tensor of any floating dtype, or None for a new one like `z`. Triton's passes also
+            take one of another dtype over the bytes of `z`, if its elements are as wide.
+        tops: of `HalfLogits`, if `z` are their values.
     """
     assert tops is None or (runs_on_triton(z, backend) and out is not None and out is not z)
     if runs_on_triton(z, backend):
@@ -198,6 +193,6 @@ def row_coefficients(spec: RowSpec, rows: Tensor, upstream: OutputGrads) -> tupl
 
 
 def local_column(spec: RowSpec) -> Tensor:
-    """Return the column [T] of each target on this shard, −1 where another one holds it."""
+    """Return the column [T] of each target on this shard, −1 if another shard holds it."""
     local = spec.targets - spec.start
     return torch.where((local >= 0) & (local < spec.valid), local, -1)

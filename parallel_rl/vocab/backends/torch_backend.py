@@ -1,15 +1,13 @@
 """The two passes over a vocabulary shard in PyTorch: eager in cache-sized row blocks, or compiled into one loop.
 
-A row z of a shard gives four values, all relative to its own maximum m so that accuracy does not depend on the
-logits' size:
+A row z of a shard gives four values relative to its own maximum m, so accuracy does not depend on the logits' size, and a
+fifth, q = Σ e^{2u}, for Σπ²:
 
     m = max z    a = Σ e^u    t = u_y or −inf    b = Σ e^u·u        with u = (z − m) / temperature
 
-and, where Σπ² is asked for, a fifth, q = Σ e^{2u}.
-
-The gradient is one more pass, `dz = p·(c0 + c1·log p) + 1[y]·ct` with per-row coefficients, written in place or to a
-buffer. It takes e^x as 2^(x·log2 e), the factor folded into that of the temperature. The statistics do not: rounded, the factor
-makes every sum a little too small, and 32 thousand log-probs add that up.
+The gradient is one more pass, `dz = p·(c0 + c1·log p) + 1[y]·ct` with per-row coefficients, in place or to a buffer. It takes
+e^x as 2^(x·log2 e), with log2 e in the temperature's factor. The statistics do not: the rounded factor makes every sum a
+little too small, which 32 thousand log-probs add up.
 """
 
 from __future__ import annotations
@@ -28,25 +26,25 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _LOG2E, _LN2 = math.log2(math.e), math.log(2)
-# Far below any finite exponent that matters, yet finite, so that 0 · _LOWEST is 0 where a logit is −inf.
+# below any exponent that matters, yet finite: 0 · _LOWEST is 0 where a logit is −inf
 _LOWEST = -1e30
-# Below it 2^x is 0 in every dtype: what p is multiplied by stays so small that no loss scale makes it infinite (0 · ∞).
+# below it 2^x is 0 in every dtype, and p's factor stays too small for a loss scale to make it infinite (0 · ∞)
 _NO_MASS = -2048.0
-# Scratch of the eager loop, in elements: it stays in cache on a CPU and fills a GPU.
+# scratch elements of the eager loop: stays in a CPU's cache and fills a GPU
 _BLOCK = {"cpu": 1 << 18, "cuda": 1 << 25}
-# Below this many logits a compiler's start costs more than it gives.
+# with fewer logits a compiler's start does not pay
 _COMPILE_FROM = 1 << 22
 
 
 def math_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype that the mathematics runs in: max(float32, `dtype`)."""
+    """Return max(float32, `dtype`), the dtype of the mathematics."""
     return torch.promote_types(dtype, torch.float32)
 
 
 def shard_stats(z: Tensor, y: Tensor, inv_t: Tensor, entropy: bool, backend: Backend, squares: bool = False) -> Tensor:
-    """Reduce [T, W] logits, [T] local target columns or −1 and inverse temperatures [T, 1] or [1, 1] to [T, 4] (m, a, t, b).
+    """Reduce logits [T, W], local target columns or −1 and inverse temperatures to [T, 4] (m, a, t, b).
 
-    Without entropy b is left out, [T, 3]: its sum costs as much as a. With `squares` q is added, [T, 5].
+    Without entropy [T, 3]: b would cost as much as a. With `squares` [T, 5], with q.
     """
     if not z.numel():  # a shard that is all padding, or no rows
         empty = z.new_zeros((z.shape[0], 3 + entropy + squares), dtype=math_dtype(z.dtype))
@@ -61,15 +59,15 @@ def shard_stats(z: Tensor, y: Tensor, inv_t: Tensor, entropy: bool, backend: Bac
 def shard_grad(
     z: Tensor, y: Tensor, inv_t: Tensor, rows: Tensor, ct: Tensor, keep: Tensor, out: Tensor, backend: Backend
 ) -> None:
-    """Write the gradient of a shard to `out`, which may be `z` itself.
+    """Write the gradient of a shard to `out`, which may be `z`.
 
     Args:
-        rows: [T, 4] (M, log A, c0, c1) of each row, or [T, 3] where every c1 is 0. ct: [T].
-        keep: [T] rows that carry gradient; the others get an exact 0.
+        rows: [T, 4] (M, log A, c0, c1) of each row, or [T, 3] if every c1 is 0. ct: [T].
+        keep: [T] rows with gradient; the others get an exact 0.
     """
     if not z.numel():
         return
-    # The target's column by itself, from its logit as it was: comparing every column with y would cost as much as e^u.
+    # the target's column alone, from its original logit: comparing all columns with y would cost as much as e^u
     at_row = torch.arange(z.shape[0], device=z.device), y.clamp(min=0)
     at_target = logits_gradient(z[at_row][:, None], inv_t, rows, keep)[:, 0] + torch.where(keep & (y >= 0), ct, 0.0)
     if compiles(z, backend):
@@ -82,9 +80,9 @@ def shard_grad(
 
 
 def combine_parts(parts: Tensor, inv_t: Tensor, entropy: bool) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Combine the shards' parts [ranks, T, 3 to 5] at the global maximum M: (M, log A, (z_y − M)/temperature, H), each [T].
+    """Combine parts [ranks, T, 3 to 5] at the global maximum M: (M, log A, (z_y − M)/temperature, H).
 
-    In a fixed order: every rank computes the same bits.
+    A fixed order gives every rank the same bits.
     """
     m, a, t = parts[..., 0], parts[..., 1], parts[..., 2]
     top = m.amax(0)
@@ -98,7 +96,7 @@ def combine_parts(parts: Tensor, inv_t: Tensor, entropy: bool) -> tuple[Tensor, 
 
 
 def combine_squares(parts: Tensor, inv_t: Tensor, top: Tensor, log_a: Tensor) -> Tensor:
-    """Σπ² [T] over the whole vocabulary, of the shards' parts [ranks, T, 5] and what `combine_parts` made of them."""
+    """Combine Σπ² [T] from parts [ranks, T, 5] and results of `combine_parts`."""
     shift = ((parts[..., 0] - top) * inv_t[:, 0]).clamp(min=_LOWEST)
     return (parts[..., 4] * (2 * (shift - log_a)).exp()).sum(0)
 
@@ -118,7 +116,7 @@ def _stats(z: Tensor, y: Tensor, inv_t: Tensor, entropy: bool, squares: bool) ->
 
 
 def logits_gradient(z: Tensor, inv_t: Tensor, rows: Tensor, keep: Tensor) -> Tensor:
-    """Compute p·(c0 + c1·log p) of logits [T, W], from rows [T, 3 or 4], in their dtype; 0 in rows that are not kept."""
+    """Compute p·(c0 + c1·log p) of logits [T, W] from rows [T, 3 or 4], in their dtype; 0 if not kept."""
     top, log_a, c0, *c1 = rows[:, :, None].unbind(1)
     bits = (z.to(rows.dtype) - top).mul_(inv_t * _LOG2E).sub_(log_a * _LOG2E)  # log2 p
     if c1:
@@ -138,23 +136,22 @@ def _grad_in_place(z: Tensor, inv_t: Tensor, rows: Tensor, keep: Tensor, out: Te
 
 
 def rows_of(x: Tensor, rows: slice | Tensor) -> Tensor:
-    """Some rows of [T, ...], or the one row that stands for all."""
     return x if len(x) == 1 else x[rows]
 
 
 def row_blocks(z: Tensor) -> Iterator[slice]:
-    """`even_blocks` whose scratch stays in a CPU's cache and fills a GPU."""
+    """Return `even_blocks` whose scratch stays in a CPU's cache and fills a GPU."""
     return even_blocks(z, _BLOCK.get(z.device.type, _BLOCK["cuda"]))
 
 
 def even_blocks(z: Tensor, elements: int, least: int = 1) -> Iterator[slice]:
-    """Slices of the rows of [T, W] with about so many elements, of sizes that differ by one at most.
+    """Return slices of the rows of [T, W] of about that many elements, in sizes that differ by ≤ 1.
 
     >>> list(even_blocks(torch.zeros(5, 4), 8))
     [slice(0, 1, None), slice(1, 3, None), slice(3, 5, None)]
 
     Args:
-        least: rows of a block, where there are as many: torch.compile makes another function for a single row.
+        least: minimum rows of a block, if there are as many: torch.compile makes another function for a single row.
     """
     count = -(-len(z) // max(least, elements // max(z.shape[1], 1)))
     return (slice(len(z) * i // count, len(z) * (i + 1) // count) for i in range(count))
@@ -162,15 +159,15 @@ def even_blocks(z: Tensor, elements: int, least: int = 1) -> Iterator[slice]:
 
 @cache
 def compiled(function: Callable) -> Callable:
-    """The function through torch.compile, made once a process."""
-    # Each dtype, stride, width and option makes a variant; past torch's limit (8) a whole shard would silently run eagerly.
+    """Compile a function with torch.compile, once a process."""
+    # each dtype, stride, width and option is a variant; beyond torch's limit (8) a shard would silently run eagerly
     raise_limit = torch._dynamo.config.patch(recompile_limit=32)
     called: Callable = raise_limit(torch.compile(function))
     return called
 
 
 def _vary_rows(*tensors: Tensor) -> None:
-    """Mark the rows as dynamic: their number changes from batch to batch; a known width makes the loop a tenth faster."""
+    """Mark rows as dynamic, since batches vary; a known width makes the loop a tenth faster."""
     if not torch.compiler.is_compiling():
         for tensor in tensors:
             torch._dynamo.maybe_mark_dynamic(tensor, 0)
@@ -178,7 +175,7 @@ def _vary_rows(*tensors: Tensor) -> None:
 
 @cache
 def compiler_works(device: str) -> bool:
-    """Whether torch.compile runs on this device; where it does not, one warning says why."""
+    """Return whether torch.compile runs on this device; if not, warn once with the reason."""
     try:
         compiled(_stats)(
             torch.zeros(2, 8, device=device),
@@ -187,7 +184,7 @@ def compiler_works(device: str) -> bool:
             False,
             False,
         )
-    except Exception as error:  # whatever a missing C++ compiler or Triton raises
+    except Exception as error:  # raised for a missing C++ compiler or Triton
         warnings.warn(
             f"torch.compile does not work here, so the eager backend is used: {str(error).splitlines()[0]}",
             stacklevel=2,
@@ -197,7 +194,7 @@ def compiler_works(device: str) -> bool:
 
 
 def compiles(z: Tensor, backend: Backend) -> bool:
-    """Whether passes over z run compiled: where asked for, or where the shard is large enough to pay for it."""
+    """Return whether passes over z run compiled: if chosen, or if the shard is large enough."""
     if backend in ("compiled", "eager"):
         return backend == "compiled"
     return z.numel() >= _COMPILE_FROM and compiler_works(z.device.type)

@@ -27,39 +27,35 @@ if TYPE_CHECKING:
     from parallel_rl.vocab.linear.lm_head import LMHeadInput
     from parallel_rl.vocab.shards import VocabShard
 
-_ROUNDING = 1e-4  # of gradients that are computed again from the same statistics
+_ROUNDING = 1e-4  # of recomputed gradients
 
 
 @dataclass(frozen=True)
 class ForwardObjective:
-    """An objective that is a sum over tokens, whose gradients are computed in forward.
+    """An objective that is a sum over tokens, with gradients computed in forward.
 
     Attributes:
-        gradients: [N] (log-prob, entropy, lse) so far, zeros where unknown, to the objective's gradients with respect to them.
-        context_group: over which `gradients` may communicate, with ranks that hold another number of rows that carry loss.
+        gradients: [N] (log-prob, entropy, lse) so far, zeros where unknown → the objective's gradients with respect to them.
+        context_group: over which `gradients` may communicate; its ranks may hold other numbers of loss rows.
     """
 
     gradients: Callable[[RowStats], OutputGrads]
     context_group: ProcessGroup | None
 
     def calls(self, params: LinearParams) -> int:
-        """Number of times that every rank of the context group calls `gradients`, whatever it holds."""
+        """Return how often every rank of the context group calls `gradients`."""
         return 0 if group_size(self.context_group) == 1 else -(-params.hidden.shape[0] // params.rows_together)
 
 
 def in_backward(params: LinearParams, head: LMHeadInput) -> RowStats:
-    """Compute statistics whose gradients are computed in backward, from kept logits or from logits projected again."""
+    """Compute statistics with gradients from kept or re-projected logits in backward."""
     target = WeightTarget(head.weight, head.main_grad_factor)
     stats: RowStats = _InBackward.apply(head.hidden, head.weight, head.bias, params, target)
     return stats
 
 
 def in_forward(params: LinearParams, head: LMHeadInput, objective: ForwardObjective) -> tuple[Tensor, RowStats]:
-    """Compute an exact 0 that carries the objective's gradient, and statistics without gradient.
-
-    Raises:
-        ValueError: where values are checked, a token's gradients that depend on other tokens.
-    """
+    """Compute an exact 0 with the objective's gradient, and statistics; ValueError if not separable."""
     target = WeightTarget(head.weight, head.main_grad_factor)
     zero, *stats = _InForward.apply(head.hidden, head.weight, head.bias, params, objective, target)
     return zero, tuple(stats)
@@ -77,7 +73,7 @@ class _InBackward(torch.autograd.Function):
     ) -> RowStats:
         forward = run_forward(params)
         ctx.save_for_backward(hidden, weight, bias, forward.table, forward.floor)  # type: ignore[arg-type]
-        # Without the operands: what `save_for_backward` holds is freed with the graph, and checked for changes.
+        # without the operands: `save_for_backward` frees its tensors with the graph and checks them for changes
         ctx.params = replace(params, hidden=None, weight=None, bias=None)  # type: ignore[attr-defined, arg-type]
         ctx.kept, ctx.used, ctx.target = forward.kept, False, target  # type: ignore[attr-defined]
         ctx.set_materialize_grads(False)
@@ -160,7 +156,7 @@ class _InForward(torch.autograd.Function):
 
 @dataclass
 class ForwardGradients:
-    """Gradients that forward computed, which wait for the factor that backward brings: the upstream scalar."""
+    """Gradients computed in forward, waiting for backward's factor, the upstream scalar."""
 
     summed: Summed | None
     target: WeightTarget
@@ -169,11 +165,7 @@ class ForwardGradients:
     shard: VocabShard
 
     def scaled(self, upstream: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """The gradients of hidden, weight and bias for autograd, over the memory of the sums; once.
-
-        Raises:
-            RuntimeError: a second call, or a backward with create_graph=True.
-        """
+        """Scale in place and return the gradients for autograd; RuntimeError for a second call."""
         refuse_second_derivative("token statistics have")
         check_replicated([upstream], self.shard.group, upstream)
         if self.summed is None:
@@ -197,7 +189,7 @@ class ForwardGradients:
 
 
 def _check_separable(params: LinearParams, used: list[tuple[list[slice], OutputGrads]], known: OutputGrads) -> None:
-    """Raise ValueError where a chunk's gradients change once the later chunks are known."""
+    """Raise ValueError if a chunk's gradients change once later chunks are known."""
     for spans, upstream in used:
         indices = torch.arange(len(params.keep), device=params.keep.device)[params.rows.gathered(*spans)]
         indices = indices[params.keep[indices]]

@@ -1,6 +1,6 @@
-"""Gradients of the LM head from those of its rows' logits, which are kept or projected again in tiles of rows and columns.
+"""Gradients of the LM head from those of its logits, kept or re-projected in tiles of rows and columns.
 
-Under tensor parallelism the gradient of the hidden states is summed while that of the weight is computed.
+Under tensor parallelism the hidden states' gradient is summed while the weight's is computed.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _SLOPE_BLOCK = {"cpu": 1 << 20, "cuda": 1 << 23}  # logits whose soft-cap slope 
 
 
 class Summed(NamedTuple):
-    """Gradients of the flat hidden states [R, D], of the weight's real rows [W, D] and of the bias [W]; None: not asked for."""
+    """Gradients of flat hidden states [R, D], real weight rows [W, D] and bias [W]; None: not wanted."""
 
     hidden: Tensor | None
     weight: Tensor | None
@@ -38,8 +38,8 @@ class Gradients:
 
     Args:
         wanted: which of (hidden, weight, bias) to compute.
-        weight: where the weight's gradient is added, [W, D] in float32 or wider; None makes a buffer.
-        at_once: `add` is called once, so that the weight's gradient is not accumulated and the buffer has the operands' dtype.
+        weight: destination of the weight's gradient, [W, D] in float32 or wider; None makes a buffer.
+        at_once: `add` is called once, so the weight's gradient needs no accumulation and has the operands' dtype.
     """
 
     def __init__(
@@ -50,12 +50,12 @@ class Gradients:
         like = params.hidden
         new = like.new_empty if params.rows.order is None else like.new_zeros  # all rows are written, or some stay 0
         self.hidden = new(like.shape) if of_hidden else None
-        self._blank = of_weight and weight is None  # the first product fills it: no zeros are written and read
+        self._blank = of_weight and weight is None  # the first product fills it without zeroing
         if self._blank:
             weight = torch.empty_like(params.weight, dtype=params.weight.dtype if at_once else params.dtype)
         self.weight = weight if of_weight else None
         self.bias = torch.zeros_like(params.bias, dtype=params.dtype) if of_bias and params.bias is not None else None
-        self._under_way: list[tuple[Rows | None, Pending]] = []  # None: they are there
+        self._under_way: list[tuple[Rows | None, Pending]] = []  # None: in place
 
     def add(
         self,
@@ -70,7 +70,7 @@ class Gradients:
 
         Args:
             columns: all of them, in slices.
-            logits: a slice to (logits, what they lack or None), which are overwritten.
+            logits: a slice → (logits to overwrite, their offsets or None).
             table, upstream: of all rows.
         """
         params, rows = self.params, self.params.rows.gathered(*spans)
@@ -84,16 +84,16 @@ class Gradients:
     def add_products(
         self, spans: Sequence[slice], hidden: Tensor, columns: Sequence[slice], gradient: Callable[[slice], Tensor]
     ) -> None:
-        """Add what some rows give once the gradient of their logits is known.
+        """Add the contributions of some rows, given the gradient of their logits.
 
         Args:
             columns: all of them, in slices.
-            gradient: a slice to the gradient of those logits, in the dtype that the products take.
+            gradient: a slice → the gradient of those logits, in the products' dtype.
         """
         params, of_hidden, there = self.params, None, False
         if self.hidden is not None:
             rows = params.rows.gathered(*spans)
-            # the product is written where it is to be
+            # write the product in place
             there = self.hidden.dtype == params.dtype and params.rows.parts == 1 and isinstance(rows, slice)
             of_hidden = self.hidden[rows] if there else hidden.new_empty(hidden.shape, dtype=params.dtype)
         sending: list[tuple[Rows | None, Pending]] = []
@@ -112,13 +112,13 @@ class Gradients:
                 add_weight_gradient(self.weight[part], dz, hidden, self._blank)
             if self.bias is not None:
                 self.bias[part].add_(dz.sum(0, dtype=self.bias.dtype))
-            del dz  # its memory, before the next is made
+            del dz  # frees its memory before the next
         self._blank = False
         self._arrive()
         self._under_way = sending
 
     def close(self) -> Summed:
-        """Wait for what is under way and return the sums."""
+        """Wait for pending sums and return all."""
         self._arrive()
         if self._blank and self.weight is not None:
             self.weight.zero_()
@@ -136,7 +136,7 @@ class Gradients:
 def _logits_gradient(
     params: LinearParams, z: Tensor, tops: Tensor | None, spec: RowSpec, table: Tensor, upstream: OutputGrads
 ) -> Tensor:
-    """The gradient of logits less `tops`, in the dtype that the products take; it lies over them if it is no wider."""
+    """Return the gradient of logits minus `tops`, in the products' dtype, in place if it is no wider."""
     low = params.weight.dtype
     if params.grad_in_operand_dtype:
         out = z.view(low) if z.element_size() == low.itemsize else torch.empty_like(z, dtype=low)
@@ -161,11 +161,11 @@ def _rows_of(upstream: OutputGrads, rows: Tensor | slice) -> OutputGrads:
 
 
 def run_backward(params: LinearParams, forward: Forward, upstream: OutputGrads, gradients: Gradients) -> Summed:
-    """Sum up `gradients` over all rows; kept logits are used up, the others projected again."""
+    """Sum `gradients` over all rows; kept logits are used up, others re-projected."""
     rows, columns = params.plan.tile
     valid, truncated = params.shard.valid, bool(params.shard.truncation)
     slices = [slice(at, min(at + columns, valid)) for at in range(0, max(valid, 1), columns)]
-    if truncated:  # its threshold is that of the row
+    if truncated:  # its threshold is the row's
         slices, columns = [params.columns], valid
     buffer = None if params.plan.resident else params.buffer(rows, columns)
     for index, (span, hidden, _) in enumerate(params.fetched(backward_spans(params))):
@@ -174,7 +174,7 @@ def run_backward(params: LinearParams, forward: Forward, upstream: OutputGrads, 
             gradients.add(
                 [span], hidden, [params.columns], partial(_kept_logits, params, kept), forward.table, upstream
             )
-            del kept  # its memory
+            del kept  # frees its memory
         else:
             dropped = params.rows.gathered(span) if truncated else None
             again = partial(_logits_again, params, hidden, buffer, forward.floor, dropped)
@@ -183,7 +183,7 @@ def run_backward(params: LinearParams, forward: Forward, upstream: OutputGrads, 
 
 
 def backward_spans(params: LinearParams) -> list[slice]:
-    """The groups of kept rows, or the rows of each pass over the columns."""
+    """Return the groups of kept rows, or the rows of each pass over the columns."""
     return params.rows.spans(params.plan.group if params.plan.resident else params.plan.tile[0])
 
 

@@ -1,7 +1,7 @@
-"""Forward of the LM head: statistics of chunks of whole rows, whose logits may be kept until many rows are multiplied together.
+"""Forward of the LM head: statistics of chunks of whole rows, whose logits may be kept to multiply many at once.
 
-Under tensor parallelism two things run beside the products: the hidden states of the next chunk are gathered (sequence
-parallelism), and a chunk's statistics travel while the next one is projected.
+Under tensor parallelism two transfers overlap the products: the next chunk's hidden states are gathered (sequence
+parallelism), and a chunk's statistics are exchanged while the next one is projected.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ if TYPE_CHECKING:
 
 
 class Forward(NamedTuple):
-    """[N] statistics, [N, 2 or 3] what the gradient needs of them, and the kept logits, group by group."""
+    """[N] statistics, [N, 2 or 3] values for the gradient, and the kept logits, group by group."""
 
     stats: RowStats
     table: Tensor
-    floor: Tensor | None  # [N, 1] the smallest logit that a row keeps, under top-k and top-p
+    floor: Tensor | None  # [N, 1] the smallest kept logit, under top-k and top-p
     kept: list[KeptLogits | None]
 
 
 class KeptLogits(NamedTuple):
-    """A span of the order: logits [n, W], less `tops` [n, 1], or [n, ⌈W / PER_TOP⌉] of `HalfLogits`, where there are some."""
+    """Kept logits [n, W] of a span, less `tops` [n, 1] or [n, ⌈W / PER_TOP⌉] (`HalfLogits`), if any."""
 
     span: slice
     values: Tensor
@@ -50,15 +50,14 @@ class Chunks(NamedTuple):
 class _Chunk(NamedTuple):
     span: slice
     rows: int  # of all parts
-    stats: Pending | tuple[Tensor | None, ...]  # parts on the way to all ranks, or what one rank's are combined to
+    stats: Pending | tuple[Tensor | None, ...]  # pending parts of all ranks, or one rank's combined statistics
 
 
 def run_forward(params: LinearParams, then: Callable[[Chunks, Forward], None] | None = None) -> Forward:
-    """Compute statistics of every row that carries loss; the others get zeros.
+    """Compute statistics of every loss-carrying row; the others get zeros.
 
     Args:
-        then: called with (chunks, everything so far) once the statistics of `params.rows_together` rows are known: it may write
-            over the logits.
+        then: called with (chunks, results so far) once `params.rows_together` rows are known; may overwrite the logits.
     """
     total, plan, shard = params.targets.shape[0], params.plan, params.shard
     zeros = torch.zeros(4, total, dtype=params.dtype, device=params.hidden.device)
@@ -77,11 +76,11 @@ def run_forward(params: LinearParams, then: Callable[[Chunks, Forward], None] | 
                 put_rows(target, rows, part)
 
     spans = params.rows.spans(plan.size)
-    # one is projected while the other's numbers travel
+    # one is projected while the other's numbers are exchanged
     count = 2 if group_size(shard.group) > 1 and len(spans) > 1 else 1
     keeps = plan.resident or (then is not None and plan.group > plan.size)
-    in_place = keeps and params.kept_dtype == params.dtype  # they are projected where they are kept
-    places = 1 if keeps else count  # what is kept is not read again before the backward
+    in_place = keeps and params.kept_dtype == params.dtype  # projected where they are kept
+    places = 1 if keeps else count  # kept logits are not read again before the backward
     buffer = params.buffer(0 if in_place else places * plan.size, shard.valid)
     together = 1 if then is None else params.rows_together
     waiting: list[_Chunk] = []
@@ -105,7 +104,7 @@ def run_forward(params: LinearParams, then: Callable[[Chunks, Forward], None] | 
 def _chunk(
     params: LinearParams, span: slice, hidden: Tensor, place: Tensor | None, out: Forward, keeps: bool
 ) -> _Chunk:
-    """Project a chunk to `place`, or to where its logits are kept, and compute its statistics."""
+    """Project a chunk to `place`, or where its logits are kept, and compute its statistics."""
     shard, rows = params.shard, params.rows.gathered(span)
     kept = _reserve(params, out.kept, span) if keeps else None
     if place is None:
@@ -129,13 +128,13 @@ def _chunk(
     else:
         made, top = all_gather_start(parts, shard.group), parts[:, :1]
     if half is None and kept is not None and kept.tops is not None:
-        torch.clamp(top, min=torch.finfo(top.dtype).min, out=kept.tops)  # a row of −inf stays one
+        torch.clamp(top, min=torch.finfo(top.dtype).min, out=kept.tops)  # a row of −inf stays −inf
         torch.sub(z, kept.tops, out=kept.values)
     return _Chunk(span, len(hidden), made)
 
 
 def _reserve(params: LinearParams, kept: list[KeptLogits | None], span: slice) -> KeptLogits:
-    """Reserve memory for a chunk's logits: a part of the buffer that is being filled, or of a new one at the list's end."""
+    """Reserve memory for a chunk's logits: in the buffer being filled, or in a new one."""
     plan, parts = params.plan, params.rows.parts
     last = kept[-1] if kept else None
     if last is None or span.start >= last.span.stop:

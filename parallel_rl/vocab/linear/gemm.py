@@ -1,7 +1,7 @@
 """The three products of a head: logits, gradient of the hidden states, gradient of the weight.
 
-Low-precision operands keep exact products: a GPU multiplies them with float32 results, a CPU multiplies blocks of columns
-that are raised to float32, since its own low-precision products round their results.
+Low-precision operands keep exact products: a GPU multiplies them with float32 results, a CPU converts blocks of columns to
+float32, since its low-precision products round their results.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from torch import Tensor
 from parallel_rl.vocab.backends.choice import Backend, runs_on_triton
 from parallel_rl.vocab.backends.torch_backend import math_dtype
 
-_BLOCK = 1 << 22  # elements of the weight that are raised at once
+_BLOCK = 1 << 22  # weight elements converted at once
 _FIRST = 1 << 16
-# Before, torch.addmm refused to add low-precision products to float32.
+# older torch.addmm cannot add low-precision products to float32
 _ADDS_PRODUCTS = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 10)
 
 
@@ -33,7 +33,7 @@ def project(hidden: Tensor, weight: Tensor, out: Tensor) -> None:
 
 
 def add_hidden_gradient(total: Tensor, dz: Tensor, weight: Tensor, blank: bool = False) -> None:
-    """Add dz [n, W] · weight [W, D] to `total` [n, D], in its dtype; a blank total may hold anything before."""
+    """Add dz [n, W] · weight [W, D] to `total` [n, D], in its dtype; a blank total is overwritten."""
     if not len(weight):
         if blank:
             total.zero_()
@@ -48,10 +48,10 @@ def add_hidden_gradient(total: Tensor, dz: Tensor, weight: Tensor, blank: bool =
 
 
 def add_weight_gradient(total: Tensor, dz: Tensor, hidden: Tensor, blank: bool = False) -> None:
-    """Add dz [n, W]ᵀ · hidden [n, D] to `total` [W, D]; a blank total may hold anything before.
+    """Add dz [n, W]ᵀ · hidden [n, D] to `total` [W, D]; a blank total is overwritten.
 
-    Products and sums are at least float32; a narrower total, which must be blank, is rounded once. A device does so in one
-    product where the operands have the total's dtype.
+    Products and sums are at least float32; a narrower, blank total is rounded once. If the operands have the total's dtype, a
+    device does this in one product.
     """
     dtype = math_dtype(total.dtype)
     if dz.dtype == hidden.dtype == total.dtype == dtype:
@@ -75,7 +75,6 @@ def add_weight_gradient(total: Tensor, dz: Tensor, hidden: Tensor, blank: bool =
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor, blank: bool) -> None:
-    """Add a · b of a device's low-precision operands to `total`, in its dtype."""
     if blank:
         torch.mm(a, b, total.dtype, out=total)
     elif _ADDS_PRODUCTS:
@@ -86,9 +85,9 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor, blank: bool) -> None:
 
 
 def scaled_to_(values: Tensor, scale: Tensor | None, dtype: torch.dtype, backend: Backend = "auto") -> Tensor:
-    """Write values · scale in `dtype` over the same bytes; a narrower result, half as wide, takes the first of them.
+    """Write values · scale in `dtype` over the same bytes; a half as wide result takes the first half.
 
-    Products are in the scale's dtype, which is no narrower than float32, and rounded once.
+    Products are in the scale's dtype, at least float32, and rounded once.
     """
     if dtype == values.dtype:
         return values if scale is None else _scaled_(values, scale, backend)
@@ -96,7 +95,7 @@ def scaled_to_(values: Tensor, scale: Tensor | None, dtype: torch.dtype, backend
     out = flat.view(dtype)[: flat.numel()]
     start, most = 0, _BLOCK if values.device.type == "cpu" else flat.numel()
     while start < flat.numel():
-        stop = start + max(_FIRST, min(start, most))  # beyond the first, its half as wide numbers end before it begins
+        stop = start + max(_FIRST, min(start, most))  # beyond the first part, half as wide numbers end before it begins
         part = flat[start:stop]
         if scale is None:
             out[start:stop] = part if start else part.clone()
@@ -113,7 +112,7 @@ def _scaled_(values: Tensor, scale: Tensor, backend: Backend) -> Tensor:
         scale_(values, scale)
     elif scale.dtype == values.dtype:
         values.mul_(scale)
-    else:  # or a factor on the device would be rounded to the dtype of the values
+    else:  # a device factor would be rounded to the values' dtype
         for rows in _blocks(values):
             values[rows] = values[rows].to(scale.dtype).mul_(scale)
     return values

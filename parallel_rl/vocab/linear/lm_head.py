@@ -25,30 +25,30 @@ if TYPE_CHECKING:
 class LMHeadInput:
     """Hidden states and LM head in place of logits: the first argument of a loss, or of `token_logprobs`.
 
-    Losses on log-probs and entropy, of a truncated policy too, and distillation project a chunk of rows at a time, a teacher's
-    `LMHeadInput` in `data["teacher_logits"]` beside it. A process reward model, and components of which one distils, compute
-    whole logits, which must then fit into `budget`, if given.
+    Losses on log-probs and entropy, also of a truncated policy, and distillation project rows in chunks, including a
+    teacher's `LMHeadInput` in `data["teacher_logits"]`. A process reward model, and components with a distillation, compute
+    whole logits, which must fit into `budget`, if given.
 
-    The gradient of `hidden` comes summed over the tensor ranks (reduce-scattered under sequence parallelism), as a
-    column-parallel layer gives it: a loop that sums it itself does not do so here.
+    The gradient of `hidden` is summed over tensor ranks (reduce-scattered under sequence parallelism), as by a
+    column-parallel layer: do not sum it again.
 
     >>> head = LMHeadInput(torch.zeros(2, 5, 8), torch.zeros(100, 8))  # hidden [B, S, D], weight [V, D]
     >>> head.logits_like(None).shape
     torch.Size([2, 5, 100])
 
     Attributes:
-        hidden: [B, S/cp, D], packed [1, T/cp, D]; under sequence parallelism this tensor rank's part of the second
-            dimension. bfloat16, float16, float32 or float64.
-        weight: [V/tp, D] this rank's rows of the head's matrix, in the dtype of `hidden`; of tied embeddings, their matrix.
+        hidden: [B, S/cp, D], packed [1, T/cp, D]; under sequence parallelism this tensor rank's part of the second dimension.
+            bfloat16, float16, float32 or float64.
+        weight: [V/tp, D] this rank's rows of the head's (or tied embeddings') matrix, in the dtype of `hidden`.
         bias: [V/tp].
         softcap: c of logits c·tanh(z/c), before the temperature.
-        sequence_first: `hidden` is [S/cp, B, D], as Megatron holds it.
-        sequence_parallel: `hidden` is split over the tensor ranks along the sequence; it is gathered chunk by chunk.
+        sequence_first: `hidden` is [S/cp, B, D], as in Megatron.
+        sequence_parallel: `hidden` is split over tensor ranks along the sequence, and gathered in chunks.
         mode: "auto", "in_forward", "resident" or "recompute", see `linear_token_stats`.
         budget: bytes beyond the gradients and in_forward's float32 sum of the weight's, or what it keeps in the sum's place;
-            None: on a GPU 2 GiB, or what 1.5 % of it holds if that is less; 64 MiB elsewhere.
-        rows: upper bound of the rows that carry loss in any rank's `hidden`; the others are not projected. A CPU counts
-            them itself; more rows than the bound make every log-prob NaN (an error where values are checked).
+            None: on a GPU 2 GiB, or less if 1.5 % of it is less; 64 MiB elsewhere.
+        rows: upper bound of loss-carrying rows in any rank's `hidden`; the others are not projected. A CPU counts them
+            itself; more rows than the bound make every log-prob NaN (an error where values are checked).
         main_grad_factor: f: backward adds f × the weight's gradient to `weight.main_grad` in that tensor's dtype and gives
             autograd zeros (Megatron's gradient accumulation fusion, f = 1). None: the gradient goes through autograd.
         logit_scale: s of logits s·z, before the soft cap (Cohere's logit_scale; Granite's 1 / logits_scaling).
@@ -68,7 +68,7 @@ class LMHeadInput:
 
     @property
     def scaled_softcap(self) -> float | None:
-        """c / s: s·z under the soft cap c is s times z under this one, so that the scale comes last, with the temperature."""
+        """Return c / s: s·z with soft cap c equals s times z with soft cap c / s, so the scale comes last."""
         return None if self.softcap is None else self.softcap / self.logit_scale
 
     @property
@@ -77,22 +77,21 @@ class LMHeadInput:
 
     @property
     def needs_gradient(self) -> bool:
-        """Whether any of the operands needs a gradient."""
         operands = (self.hidden, self.weight, self.bias)
         return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in operands)
 
     def parts(self, group: ProcessGroup | None) -> int:
-        """Number of ranks that the rows of `hidden` are split over."""
+        """Return the number of ranks that share the rows of `hidden`."""
         return group_size(group) if self.sequence_parallel else 1
 
     def row_order(self, group: ProcessGroup | None) -> RowOrder:
-        """The order of the hidden rows; flat ones [R, D] are one sequence."""
+        """Return the order of the hidden rows; flat rows [R, D] are one sequence."""
         sequences, width = (1, *self.hidden.shape[:-1])[-2:][:: -1 if self.sequence_first else 1]
         parts = self.parts(group)
         return RowOrder(sequences, width * parts, parts, self.sequence_first)
 
     def logits_like(self, group: ProcessGroup | None) -> Tensor:
-        """A tensor of the logits' shape, dtype and device that takes no memory; `hidden` itself where shapes are off."""
+        """Return a tensor of the logits' shape, dtype and device without memory; `hidden` if shapes are wrong."""
         if self.hidden.dim() != 3 or self.weight.dim() != 2:
             return self.hidden
         order = self.row_order(group)
@@ -102,7 +101,7 @@ class LMHeadInput:
         """Check shapes, dtypes and options, without reading a value.
 
         Raises:
-            ValueError: shapes or dtypes that disagree, an unknown mode, a budget that is too small for one row.
+            ValueError: shapes or dtypes that disagree, an unknown mode, a budget too small for one row.
         """
         hidden, weight, bias = self.hidden, self.weight, self.bias
         for name, x in (("hidden", hidden), ("weight", weight), ("bias", bias)):
@@ -143,13 +142,13 @@ class LMHeadInput:
         make_plan(self.plan_shape(group, width), self.mode, self.budget)
 
     def plan_shape(self, group: ProcessGroup | None, width: int) -> HeadShape:
-        """Sizes that a plan is made for at `width` columns a rank, except those that only the call knows."""
+        """Return the sizes for a plan at `width` columns a rank, except those that only the call knows."""
         *rows, size = self.hidden.shape
         shared, parts = group_size(group) > 1, self.parts(group)
         return HeadShape(math.prod(rows), size, width, self.hidden.dtype, self.hidden.device, shared, parts)
 
     def check_rows(self, keep: Tensor, group: ProcessGroup | None) -> None:
-        """Check, where values are checked, that at most `rows` rows carry loss; keep is [N], in the order of logits.
+        """Check, where values are checked, that at most `rows` rows carry loss; keep is [N], in logits order.
 
         Raises:
             ValueError: more do.
@@ -163,7 +162,7 @@ class LMHeadInput:
 
 @dataclass(frozen=True)
 class RowOrder:
-    """The two orders of N = sequences · width tokens: that of logits, and that of hidden rows gathered part after part."""
+    """Orders of N = sequences · width tokens: of logits, and of hidden rows gathered part by part."""
 
     sequences: int
     width: int  # tokens of a sequence, of all parts
@@ -171,7 +170,7 @@ class RowOrder:
     sequence_first: bool  # a part's rows are [width / parts, sequences]
 
     def to_rows(self, x: Tensor) -> Tensor:
-        """[N, ...] from the order of logits to that of hidden rows."""
+        """Reorder [N, ...] from logits to hidden rows."""
         if self._alike:
             return x
         x = x.view(self.sequences, self.parts, self.width // self.parts, *x.shape[1:])
@@ -179,7 +178,7 @@ class RowOrder:
         return x.permute(*order, *range(3, x.dim())).flatten(0, 2)
 
     def to_logits(self, x: Tensor) -> Tensor:
-        """[N, ...] from the order of hidden rows to that of logits."""
+        """Reorder [N, ...] from hidden rows to logits."""
         if self._alike:
             return x
         own = self.width // self.parts, self.sequences
@@ -193,7 +192,7 @@ class RowOrder:
 
 
 def split_output(output: Tensor | LMHeadInput, group: ProcessGroup | None) -> tuple[LMHeadInput | None, Tensor]:
-    """Split a model's output into the head, if it is one, and logits or a stand-in of their shape (`logits_like`)."""
+    """Split a model's output into a head, if it is one, and logits or `logits_like`."""
     if isinstance(output, LMHeadInput):
         return output, output.logits_like(group)
     return None, output
@@ -202,6 +201,6 @@ def split_output(output: Tensor | LMHeadInput, group: ProcessGroup | None) -> tu
 def split_fields(
     fields: Mapping[str, Tensor | LMHeadInput], group: ProcessGroup | None
 ) -> tuple[dict[str, Tensor], dict[str, LMHeadInput]]:
-    """Split data into tensors, with a stand-in of the logits' shape for each head (`logits_like`), and heads."""
+    """Split data into tensors, with `logits_like` for each head, and heads."""
     heads = {name: field for name, field in fields.items() if isinstance(field, LMHeadInput)}
     return {name: split_output(field, group)[1] for name, field in fields.items()}, heads

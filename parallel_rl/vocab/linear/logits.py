@@ -20,12 +20,12 @@ if TYPE_CHECKING:
 
 
 def whole_logits(head: LMHeadInput, keep: Tensor, valid: int, group: ProcessGroup | None) -> Tensor:
-    """Project to logits [B, S/cp, V/tp], with gradient; 0 in padding columns and in rows without loss, neither ever read.
+    """Project to logits [B, S/cp, V/tp], with gradient; 0 in padding columns and rows without loss.
 
-    Logits, their gradient and all sums are float32 (float64 for float64 operands) whatever the operands.
+    Logits, their gradient and all sums are float32 (float64 for float64 operands).
 
     Args:
-        keep: [B · S/cp] rows that carry loss.
+        keep: [B · S/cp] loss-carrying rows.
         valid: real rows of the weight.
     """
     order = head.row_order(group)
@@ -40,11 +40,7 @@ def whole_logits(head: LMHeadInput, keep: Tensor, valid: int, group: ProcessGrou
 
 
 def check_whole(head: LMHeadInput, group: ProcessGroup | None) -> None:
-    """Check that the head's options allow whole logits.
-
-    Raises:
-        ValueError: a mode that excludes them, a budget that does not hold them.
-    """
+    """Raise ValueError for a mode without whole logits, or a budget that does not hold them."""
     if head.mode not in ("auto", "resident"):
         raise ValueError(
             f"mode = {head.mode!r} is incompatible with a loss that reads whole logits; leave it at 'auto'"
@@ -57,7 +53,7 @@ def check_whole(head: LMHeadInput, group: ProcessGroup | None) -> None:
 
 
 class _Project(torch.autograd.Function):
-    """[N, V/tp] logits of the rows of all parts; the gradient of hidden states is summed over the ranks that share them."""
+    """Logits [N, V/tp] of all parts' rows; hidden gradients are summed over the ranks that share them."""
 
     @staticmethod
     def forward(
@@ -93,7 +89,7 @@ class _Project(torch.autograd.Function):
         if of_bias:
             d_bias = gradient.new_zeros(weight.shape[0], dtype=ctx.bias)  # type: ignore[attr-defined]
             d_bias[:valid] = dz.sum(0)
-        dz = dz if dz.device.type == "cpu" else dz.to(weight.dtype)  # as the products take it
+        dz = dz if dz.device.type == "cpu" else dz.to(weight.dtype)  # the products' dtype
         if of_hidden:
             sums = torch.zeros(rows.shape, dtype=gradient.dtype, device=rows.device)
             add_hidden_gradient(sums, dz, weight[:valid])

@@ -1,4 +1,4 @@
-"""Destination of the gradient of the LM head's weight: through autograd, or straight into Megatron's `main_grad`."""
+"""Destination of the LM head's weight gradient: autograd, or Megatron's `main_grad` directly."""
 
 from __future__ import annotations
 
@@ -22,25 +22,25 @@ _TELLING = WeakIdKeyDictionary()  # weights with a hook
 
 @dataclass(frozen=True)
 class WeightTarget:
-    """Destination of the weight's gradient: autograd (factor None), or factor × gradient added to `weight.main_grad`."""
+    """Destination of the weight's gradient: autograd (factor None), or `weight.main_grad` += factor × it."""
 
-    weight: Tensor  # [W, D] as the caller holds it, padding columns included
+    weight: Tensor  # [W, D] of the caller, with padding columns
     factor: float | None
 
     def rows(self, valid: int) -> Tensor | None:
-        """The rows of `main_grad` that hold real columns."""
+        """Return the rows of `main_grad` that hold real columns."""
         if self.factor is None:
             return None
         main: Tensor = self.weight.main_grad  # type: ignore[attr-defined]
         return main[:valid]
 
     def direct(self, valid: int, dtype: torch.dtype) -> Tensor | None:
-        """`rows` where products are summed up as they are: unscaled, and in their dtype."""
+        """Return `rows` if products can be summed there directly: unscaled and in their dtype."""
         into = self.rows(valid)
         return into if into is not None and self.factor == 1 and into.dtype == dtype else None
 
     def add(self, dz: Tensor, hidden: Tensor, valid: int) -> Tensor:
-        """Add dz [n, valid]ᵀ · hidden [n, D], and return what autograd gets."""
+        """Add dz [n, valid]ᵀ · hidden [n, D], and return the gradient for autograd."""
         into = self.rows(valid)
         if into is None or self.factor is None:
             gradient = torch.zeros_like(self.weight)
@@ -55,20 +55,19 @@ class WeightTarget:
         return self.stand_in()
 
     def stand_in(self) -> Tensor:
-        """Zeros, which Megatron's hooks expect instead of the gradient; made once and not in each micro-batch."""
+        """Return cached zeros, which Megatron's hooks expect instead of the gradient."""
         weight, key = self.weight, (self.weight.shape, self.weight.dtype, self.weight.device)
         weight.grad_added_to_main_grad = True  # type: ignore[attr-defined]
-        if key not in _ZEROS or _ZEROS[key]._version:  # or somebody has written to them
+        if key not in _ZEROS or _ZEROS[key]._version:  # or they were written to
             _ZEROS[key] = torch.zeros_like(weight, requires_grad=False)
         return _ZEROS[key].detach()
 
     def result(self, gradient: Tensor | None) -> Tensor | None:
-        """The gradient for autograd, with zeros for padding columns, or the stand-in of what was added to `main_grad`."""
+        """Return the gradient for autograd, zero-padded, or the stand-in for what went to `main_grad`."""
         return padded(gradient, self.weight) if self.factor is None else self.stand_in()
 
 
 def padded(gradient: Tensor | None, like: Tensor | None) -> Tensor | None:
-    """Pad a gradient of the real columns with zeros."""
     if gradient is None or like is None or gradient.shape == like.shape:
         return gradient
     whole = torch.zeros_like(like, dtype=gradient.dtype)
@@ -77,11 +76,11 @@ def padded(gradient: Tensor | None, like: Tensor | None) -> Tensor | None:
 
 
 def let_others_add(weight: Tensor) -> None:
-    """Let what else gives the weight a gradient, beside the head, reach its `main_grad` too.
+    """Let other gradients of the weight reach its `main_grad`, too.
 
-    Megatron's data parallelism drops whatever comes while `grad_added_to_main_grad` is set, in later micro-batches too: the
-    gradient of a penalty on the weight, or of logits that were not fused. So it is set for the stand-in alone. Not where
-    Megatron's own layers set it, whose stand-ins hold anything.
+    Megatron's data parallelism drops every gradient while `grad_added_to_main_grad` is set, also in later micro-batches: that
+    of a penalty on the weight, or of logits that were not fused. So the flag is set for the stand-in only. Do not use it
+    where Megatron's own layers set the flag: their stand-ins hold anything.
     """
     if weight not in _TELLING:
         itself = weakref.ref(weight)  # a hook must not keep it alive

@@ -1,4 +1,4 @@
-"""Parameters of one call of the LM head: operands, rows and columns, and how they are fetched and projected."""
+"""Parameters of one call of the LM head: operands, rows and columns, fetching and projection."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ RowStats = tuple["Tensor", "Tensor | None", "Tensor", "Tensor | None"]
 
 
 class FetchedRows(NamedTuple):
-    """Hidden states [n, D] of a span of the order, and those [m, D] of its group, of which later spans are still to come."""
+    """Hidden states [n, D] of a span, and [m, D] of its group, whose later spans are still to come."""
 
     span: slice
     hidden: Tensor
@@ -38,7 +38,7 @@ class FetchedRows(NamedTuple):
 
 @dataclass(frozen=True)
 class LinearParams:
-    """One call of the LM head: N = parts · R rows, in the gathered order."""
+    """One call of the LM head: N = parts · R rows, in gathered order."""
 
     hidden: Tensor  # [R, D]
     weight: Tensor  # [W, D], real columns only
@@ -49,11 +49,11 @@ class LinearParams:
     kept_ids: Tensor | None  # [N, K] the sampler's recorded sets
     shard: VocabShard
     softcap: float | None  # of the logits before their scale
-    scatter: bool  # sequence parallelism: the hidden states are split over the group's ranks
+    scatter: bool  # sequence parallelism: hidden states are split over the group's ranks
     rows: LossRows
     plan: Plan
     masked: bool  # forward reads rows without loss as 0
-    grad_in_operand_dtype: bool  # Triton writes the gradient of the logits in the dtype of the operands, over kept ones
+    grad_in_operand_dtype: bool  # Triton writes the logits' gradient in the operands' dtype, over kept logits
 
     @classmethod
     def of(
@@ -66,11 +66,10 @@ class LinearParams:
         mode: LinearMode,
         keeps: bool,
     ) -> LinearParams:
-        """Set up the call for [N] targets and [N, K] recorded sets in the gathered order.
+        """Set up the call for [N] targets and [N, K] recorded sets in gathered order.
 
         Args:
-            keeps: a resident plan keeps its logits; without a backward only its chunks matter, so that the same call without
-                gradient gives the same bits.
+            keeps: a resident plan keeps its logits; False, without backward, uses the same chunks for the same bits.
         """
         if isinstance(shard.temperature, torch.Tensor) and shard.temperature.dim():
             in_order = head.row_order(shard.group).to_rows(shard.temperature.reshape(-1))
@@ -78,7 +77,7 @@ class LinearParams:
         hidden, parts = head.hidden, head.parts(shard.group)
         dtype = math_dtype(hidden.dtype)
         width = columns_of_rank(shard.valid, shard.vocab_size, shard.group)
-        # Triton's passes write the gradient in any dtype; a soft cap's slope is still to come, and is not rounded before
+        # Triton's passes write the gradient in any dtype; a soft cap's slope must come before rounding
         low = hidden.dtype != dtype and head.softcap is None and runs_on_triton(hidden, shard.backend)
         narrower = dtype.itemsize - hidden.dtype.itemsize
         spared = head.weight.shape[1] * width * narrower if head.weight.requires_grad else 0
@@ -89,8 +88,8 @@ class LinearParams:
             spared=spared,
         )
         plan = make_plan(shape, mode, head.budget)
-        # A gradient reads all rows, and so does a threshold's search, which backward repeats. Where neither does, a row without
-        # loss may hold anything. With or without gradient, rows are read alike: a product of a copy may have other bits.
+        # a gradient reads all rows, as does a threshold's search, which backward repeats; otherwise rows without loss may
+        # hold anything. Rows are read alike with and without gradient: a product of a copy may have other bits
         masked = plan.resident or mode == "in_forward" or (bool(shard.truncation) and kept_ids is None)
         if not keeps:
             plan = replace(plan, resident=False)
@@ -103,7 +102,7 @@ class LinearParams:
         ).with_operands(head.hidden, head.weight, head.bias)  # fmt: skip
 
     def with_operands(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> LinearParams:
-        """Replace the operands, without gradient: flat hidden states, and the real columns of weight and bias."""
+        """Replace the operands, detached: flat hidden states, and the real columns of weight and bias."""
         return replace(
             self,
             hidden=hidden.detach().reshape(-1, hidden.shape[-1]),
@@ -121,15 +120,15 @@ class LinearParams:
 
     @property
     def tops_per_row(self) -> int:
-        """Numbers a row that kept logits are distances from: in the pass of the statistics Triton takes one for each block."""
+        """Return the number of tops of a kept row: with Triton's statistics pass one for each block."""
         return tops_of(self.shard.valid) if self.grad_in_operand_dtype else 1
 
     @property
     def rows_together(self) -> int:
-        """Rows a part whose gradients in_forward computes together."""
+        """Return the rows a part whose gradients in_forward computes together."""
         if self.plan.group > self.plan.size:
             return self.plan.group
-        # one is projected while the other's numbers travel
+        # one is projected while the other's numbers are exchanged
         return self.plan.size * (2 if group_size(self.shard.group) > 1 else 1)
 
     @property
@@ -137,17 +136,16 @@ class LinearParams:
         return slice(0, self.shard.valid)
 
     def spec(self, rows: Rows, columns: slice) -> RowSpec:
-        """The inputs of some rows, for some of the shard's columns."""
         inv_t = rows_of(self.inv_t, rows)
         start, stop = columns.start, columns.stop
         return RowSpec(self.targets[rows], self.keep[rows], inv_t, self.shard.start + start, stop - start)
 
     def fetched(self, spans: Sequence[slice], together: int = 1, masked: bool = True) -> Iterator[FetchedRows]:
-        """Yield hidden states span by span, the next ones on their way.
+        """Yield hidden states span by span, while the next are fetched.
 
         Args:
-            together: rows a part of a group of spans, which are masked, and lie one after another in memory.
-            masked: rows without loss are 0, whatever they hold.
+            together: rows a part of a group of masked spans that are adjacent in memory.
+            masked: rows without loss are 0.
         """
         assert masked or together == 1
         rows, zero = self.rows, self.hidden.new_zeros(())
@@ -182,7 +180,7 @@ class LinearParams:
         return project_rows(hidden, self.weight[columns], bias, self.softcap, z)
 
     def drop_(self, z: Tensor, rows: Rows, floor: Tensor | None) -> None:
-        """Write −inf over the logits [n, W] of some rows that the policy does not keep. A row's target counts as recorded."""
+        """Write −inf over the logits [n, W] that the policy does not keep; a row's target counts as recorded."""
         if floor is not None:
             drop_below_(z, floor[rows])
         elif self.kept_ids is not None and z.shape[1]:
@@ -191,7 +189,6 @@ class LinearParams:
             z.fill_(-torch.inf).scatter_reduce_(1, column, kept, "amax")
 
     def buffer(self, rows: int, columns: int, dtype: torch.dtype | None = None) -> Tensor:
-        """An empty [rows · parts, columns] tensor for that many rows of the order."""
         rows = min(rows, self.rows.count) * self.rows.parts
         return torch.empty(rows, columns, dtype=self.dtype if dtype is None else dtype, device=self.hidden.device)
 

@@ -1,4 +1,4 @@
-"""Plan of the LM head: the rows that are projected together and the logits that are kept, for a budget of bytes."""
+"""Plan of the LM head: the rows projected together and the logits kept, for a budget of bytes."""
 
 from __future__ import annotations
 
@@ -20,30 +20,30 @@ MODES: tuple[str, ...] = get_args(LinearMode)
 
 _HOST_BUDGET = 1 << 26
 _MOST_OF_CARD, _OF_CARD = 1 << 31, 0.015
-_MOST_ROWS = 4096  # beyond it a product gains nothing from more rows
-_LEAST_COLUMNS = 2048  # below it a product loses
+_MOST_ROWS = 4096  # more rows do not speed up a product
+_LEAST_COLUMNS = 2048  # fewer columns slow a product down
 _ALIGN, _ALIGN_COLUMNS = 16, 64
-# a product's tiles, one of which each multiprocessor of an H100 or H200 makes at a time: a wave
+# GEMM tile and SM count of an H100 or H200; a wave is one tile per SM
 _TILE, _WAVE = (128, 256), 132
-_GROUP = 1024  # rows of kept chunks; with fewer the weight's gradient waits for the sum that it is added to
-_WAVE_COLUMNS = 33 * _TILE[1]  # down there are multiples of 4
-_LEAST_ROWS = 256  # below it a product waits for the weight that it reads
-_OF_GROUP = 3  # a chunk may take a third of the budget of the group that it is kept in
+_GROUP = 1024  # rows of kept chunks; with fewer the weight's gradient waits for the sum it is added to
+_WAVE_COLUMNS = 33 * _TILE[1]  # multiples of 4 down there
+_LEAST_ROWS = 256  # with fewer a product waits to read the weight
+_OF_GROUP = 3  # a chunk may take a third of its group's budget
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Chunks and tiles that the rows of every part are cut into.
+    """Chunks and tiles of every part's rows.
 
-    A row's statistics need all its logits, so that forward projects `size` rows at a time. Each pass that computes gradients
-    writes the whole gradient of the weight, so that many rows share one: chunks are kept, in half the bytes, until they are a
-    group. Once a row's statistics are known any columns do, so that backward projects tiles of many rows.
+    A row's statistics need all its logits, so forward projects `size` rows at a time. Each gradient pass writes the whole
+    weight gradient, so many rows share one: chunks are kept, in half the bytes, until they form a group. With known
+    statistics any columns do, so backward projects tiles of many rows.
 
     Attributes:
-        size: rows of a chunk, whose logits exist whole.
+        size: rows of a chunk with whole logits.
         resident: all logits are kept until the backward.
         group: rows whose logits are kept until they are multiplied together, one chunk or several.
-        tile: (rows, columns) that are projected again together; where a row is truncated, a chunk as in forward.
+        tile: (rows, columns) re-projected together; for truncated rows a chunk as in forward.
     """
 
     size: int
@@ -53,11 +53,7 @@ class Plan:
 
 
 def check_mode(mode: LinearMode, budget: int | None, rows: int | None) -> None:
-    """Check the options of `LMHeadInput` that are one value each.
-
-    Raises:
-        ValueError: an unknown mode, a budget that is not a positive integer, a negative number of rows.
-    """
+    """Raise ValueError for an unknown mode, a budget that is no positive integer, or negative rows."""
     if mode not in MODES:
         raise ValueError(f"mode = {mode!r} is not valid; choose one of {', '.join(MODES)}")
     if budget is not None and (isinstance(budget, bool) or not isinstance(budget, int) or budget < 1):
@@ -67,12 +63,12 @@ def check_mode(mode: LinearMode, budget: int | None, rows: int | None) -> None:
 
 
 def columns_of_rank(width: int, vocab_size: int | None, group: ProcessGroup | None) -> int:
-    """Columns that plans count with: V/tp, at least 1; not the rank's own `width`, which may differ between ranks."""
+    """Return the columns that plans use: V/tp ≥ 1, not the rank's own `width`, which may differ."""
     return max(width if vocab_size is None else -(-vocab_size // group_size(group)), 1)
 
 
 def budget_bytes(budget: int | None, device: torch.device) -> int:
-    """Bytes that a call may take: the given ones, or the device's default, 64 MiB on a host and `card_budget` on a card."""
+    """Return the given budget, or the device's default: 64 MiB on a host, `card_budget` on a card."""
     if budget is not None:
         return budget
     if device.type == "cpu":
@@ -83,10 +79,9 @@ def budget_bytes(budget: int | None, device: torch.device) -> int:
 
 
 def card_budget(memory: int) -> int:
-    """The largest power of two in 1.5 % of a card's memory, at most 2 GiB: 2 GiB of an H200's, 1 GiB of an H100's.
+    """Return the largest power of two in 1.5 % of a card's memory, at most 2 GiB (H200; H100: 1 GiB).
 
-    A power, since cards of one kind report sizes that differ a little, and all ranks make the same plan.
-
+    A power, since cards of one kind differ a little in size and all ranks need the same plan.
     >>> card_budget(80 * 2**30) == 2**30
     True
     """
@@ -95,15 +90,15 @@ def card_budget(memory: int) -> int:
 
 @dataclass(frozen=True)
 class HeadShape:
-    """Sizes that a plan is made for, the same on all ranks that share a batch.
+    """Sizes for a plan, equal on all ranks that share a batch.
 
     Attributes:
-        rows, size: R of each part and D of the hidden states, whose `dtype` the operands have.
+        rows, size: R of each part and D of the hidden states; `dtype` is the operands'.
         width: columns a rank, of `columns_of_rank`.
         shared: other ranks work on the same rows. parts: ranks that the rows are split over.
         in_place: the gradient of kept logits is written over them, see `LinearParams.grad_in_operand_dtype`.
-        whole_rows: logits that are projected again must have the bits that they had in forward.
-        spared: bytes of a float32 sum of the weight's gradient beyond the gradient, which one group of all rows does without.
+        whole_rows: re-projected logits must have the bits of the forward.
+        spared: bytes of a float32 sum of the weight's gradient beyond the gradient, not needed with one group of all rows.
     """
 
     rows: int
@@ -123,13 +118,11 @@ class HeadShape:
 
     @property
     def half(self) -> bool:
-        """Logits are kept as `HalfLogits`, under their gradient."""
         return self.in_place and kept_dtype(self.dtype) != math_dtype(self.dtype)
 
 
 def rows_at_once(total: int, cost: int, room: int) -> int:
-    """Rows of a chunk, each of which costs `cost` bytes: at least one, at most `total`; chunks alike, of 1024 rows where they
-    fit."""
+    """Return the rows of a chunk at `cost` bytes each; equal chunks, of 1024 rows if they fit."""
     most = max(1, min(total, _MOST_ROWS, room // cost))
     unit = _GROUP if most >= _GROUP else _ALIGN
     if most <= unit or most == total:
@@ -139,7 +132,7 @@ def rows_at_once(total: int, cost: int, room: int) -> int:
 
 
 def _rows_projected(shape: HeadShape, cost: int, room: int) -> int:
-    """`rows_at_once` of chunks that are projected alone: on a card those whose logits are the fewest waves."""
+    """Return `rows_at_once` of chunks projected alone; on a card the size with the fewest waves of logits."""
     most = max(1, min(shape.rows, _MOST_ROWS, room // cost))
     if not shape.on_card or most < _TILE[0] or most == shape.rows:
         return rows_at_once(shape.rows, cost, room)
@@ -148,7 +141,7 @@ def _rows_projected(shape: HeadShape, cost: int, room: int) -> int:
 
 @lru_cache(maxsize=256)
 def _fewest_waves(total: int, sizes: range, parts: int, columns: int) -> int:
-    """Find the first of the sizes in which the products [rows, columns] of all rows are the fewest waves."""
+    """Return the first size for which the products [rows, columns] of all rows are the fewest waves."""
 
     def waves(rows: int) -> int:
         return _waves(max(parts * rows, _LEAST_ROWS), columns)
@@ -160,17 +153,12 @@ def _fewest_waves(total: int, sizes: range, parts: int, columns: int) -> int:
 
 
 def _waves(rows: int, columns: int) -> int:
-    """Waves of the tiles of a product [rows, columns]."""
     tiles = min(-(-rows // a) * -(-columns // b) for a, b in (_TILE, _TILE[::-1]))
     return -(-tiles // _WAVE)
 
 
 def make_plan(shape: HeadShape, mode: LinearMode, budget: int | None) -> Plan:
-    """Make the plan of a call.
-
-    Raises:
-        ValueError: a budget that is too small for one row of each part.
-    """
+    """Make the plan of a call; ValueError for a budget too small for one row of each part."""
     total, width, parts = shape.rows, shape.width, shape.parts
     cost = _Cost.of(shape)
     kept = cost.half if shape.half else parts * width * kept_dtype(shape.dtype).itemsize
@@ -189,7 +177,7 @@ def make_plan(shape: HeadShape, mode: LinearMode, budget: int | None) -> Plan:
     resident = mode == "resident" or (mode == "auto" and total * kept + cost.whole <= room)
     rest = room - total * kept if resident and mode == "auto" else room
     size = _rows_projected(shape, cost.whole, rest)
-    together = shape.in_place and parts == 1  # the rows of several parts lie chunk by chunk
+    together = shape.in_place and parts == 1  # rows of several parts lie chunk by chunk
     group = size * max(1, rest // (size * max(cost.ends, 1))) if together else size
     return Plan(size, resident, group, (size, width) if shape.whole_rows else tile)
 
@@ -197,17 +185,17 @@ def make_plan(shape: HeadShape, mode: LinearMode, budget: int | None) -> Plan:
 class _Cost(NamedTuple):
     """Bytes of one row of each part, beyond the gradients."""
 
-    whole: int  # its logits, all of it at once
+    whole: int  # its logits with their gradient's needs
     ends: int  # its hidden states and their gradient
     logit: int  # one column of its logits
-    chunk: int  # its logits, as they are projected before they are kept
+    chunk: int  # its logits, projected before they are kept
     half: int  # its logits, kept in half the bytes
 
     @classmethod
     def of(cls, shape: HeadShape) -> _Cost:
         dtype, parts = math_dtype(shape.dtype), shape.parts
         low = shape.dtype.itemsize if shape.on_card and dtype != shape.dtype else 0  # for the products
-        buffers = 2 if shape.shared else 1  # the next rows are projected while these ones' statistics travel
+        buffers = 2 if shape.shared else 1  # the next rows are projected while these rows' statistics are exchanged
         ends = parts * buffers * 2 * shape.size * dtype.itemsize
         logit, row = dtype.itemsize + low, parts * shape.width
         half = parts * half_bytes(shape.width)
@@ -215,15 +203,15 @@ class _Cost(NamedTuple):
 
 
 def _group(shape: HeadShape, cost: _Cost, room: int) -> tuple[int, int]:
-    """Rows of a chunk and of a group of kept chunks; the same where a chunk of as many rows fits as it is projected.
+    """Return the rows of a chunk and of a group of kept chunks; equal if a projected chunk fits as many.
 
-    All rows are one group if that takes no more than the budget and what it spares.
+    All rows are one group if that fits the budget plus what it spares.
     """
     total, whole, row = shape.rows, rows_at_once(shape.rows, cost.whole, room), cost.half + cost.ends
     size = _power_of_rows(room // _OF_GROUP // cost.chunk)
     left = room + shape.spared - total * row
     if whole < total and left >= cost.chunk * max(1, min(size, _LEAST_ROWS)):
-        left = min(left, cost.chunk * (total - 1))  # two chunks at least, or nothing would be kept
+        left = min(left, cost.chunk * (total - 1))  # at least two chunks, or nothing would be kept
         at_once = _rows_projected(shape, cost.chunk, left)
         return at_once, -(-total // at_once) * at_once
     most = min(_MOST_ROWS, (room - size * cost.chunk) // row)
@@ -231,13 +219,13 @@ def _group(shape: HeadShape, cost: _Cost, room: int) -> tuple[int, int]:
     if not size or whole >= min(most, total):
         return whole, whole
     least = max(most // 2, min(most - size, _GROUP - 1))
-    # the hidden states' gradient is their product with the weight
+    # the hidden states' gradient is a product with the weight
     group = _fewest_waves(total, range(most - most % size, least, -size), shape.parts, shape.size)
     return (size, group) if group > max(size, whole) else (whole, whole)
 
 
 def _power_of_rows(most: int) -> int:
-    """The largest power of two up to a group's rows that is at most `most`; 0 where that is less than 1."""
+    """Return the largest power of two ≤ `most`, up to a group's rows; 0 if `most` < 1."""
     return (1 << min(_GROUP, max(0, most)).bit_length()) >> 1
 
 
@@ -246,8 +234,8 @@ def _tile(shape: HeadShape, cost: _Cost, room: int) -> tuple[int, int]:
     least = min(width, _LEAST_COLUMNS)
     most = max(1, min(rows, room // (cost.ends + cost.logit * least)))
     if shape.shared:
-        most = max(1, min(most, _MOST_ROWS // shape.parts))  # something runs beside the collectives of the other rows
-    most = -(-rows // -(-rows // most))  # alike
+        most = max(1, min(most, _MOST_ROWS // shape.parts))  # collectives of other rows overlap with the products
+    most = -(-rows // -(-rows // most))  # equal sizes
     columns = max(1, min(width, (room // most - cost.ends) // cost.logit))
     if _ALIGN_COLUMNS <= columns < width:
         columns -= columns % _ALIGN_COLUMNS
@@ -258,10 +246,9 @@ def _tile(shape: HeadShape, cost: _Cost, room: int) -> tuple[int, int]:
 
 
 def kept_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of kept logits: float16, as z − max z, for low-precision operands, which p forgives; else theirs."""
+    """Return the dtype of kept logits: float16, as z − max z, for low-precision operands; else theirs."""
     return torch.float16 if dtype in (torch.bfloat16, torch.float16) else dtype
 
 
 def half_bytes(columns: int) -> int:
-    """Bytes of a row of `HalfLogits`."""
     return columns * torch.float16.itemsize + tops_of(columns) * torch.float32.itemsize

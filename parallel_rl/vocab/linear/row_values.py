@@ -1,4 +1,4 @@
-"""Values of whole rows of logits, one per token, from hidden states: a chunk of rows at a time, gradients included."""
+"""Values of whole rows of logits, one per token, from hidden states in chunks, with gradients."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
     from parallel_rl.vocab.shards import VocabShard
 
-#: (logits [n, W], their places [n] in the order of logits, the teacher's logits [n, W] or None) to values [n], or to [n, C] of
-#: which the first is the value and the others are measures without gradient
+#: (logits [n, W], places [n] in logits order, the teacher's logits [n, W] or None) → values [n], or [n, C]: the value, then
+#: measures without gradient
 RowFunction = Callable[["Tensor", "Tensor", "Tensor | None"], "Tensor"]
 
 
@@ -39,23 +39,23 @@ def row_values(
     in_place: bool = False,
     columns: int | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Compute a value of each row of logits that carries loss, and its gradient; no logits are ever whole.
+    """Compute a value of each loss-carrying row of logits, and its gradient, without whole logits.
 
-    With a `slope`, ∂loss/∂value, gradients are computed in forward, while a chunk's logits are there; else in backward, which
-    projects them again, collectives of `function` included. float16 hidden states wait for backward: the loss scale comes after
-    the slope.
+    With a `slope`, ∂loss/∂value, gradients are computed in forward from each chunk's logits; else in backward, which
+    re-projects them and repeats collectives of `function`. float16 hidden states wait for backward: the loss scale comes
+    after the slope.
 
     Args:
-        head: the student's. keep: [N] rows that carry loss, in the order of logits.
+        head: the student's. keep: [N] loss-carrying rows, in logits order.
         function: differentiable in the logits, without padding columns.
         teacher: of the same tokens, without gradient: a second head or [N, V/tp] logits.
         slope: [N].
-        in_place: `function` writes its gradient over the logits, which is not right with a soft cap.
-        columns: C, where `function` gives that many; None: [n].
+        in_place: `function` writes its gradient over the logits; wrong with a soft cap.
+        columns: C, if `function` returns that many; None: [n].
 
     Returns:
-        values [N] or [N, C], 0 where nothing is kept; where gradients were computed in forward, without gradient, beside an
-        exact 0 that carries it.
+        values [N] or [N, C], 0 in other rows; with gradients computed in forward they have none, and come with an exact 0
+        that carries it.
     """
     call = RowCall.of(head, keep, shard, function, teacher, chunk_size(head, shard, teacher, in_place), columns)
     zero = None
@@ -75,7 +75,7 @@ class RowCall:
 
     params: LinearParams
     target: WeightTarget
-    places: Tensor  # [N] of gathered rows, in the order of logits
+    places: Tensor  # [N] of gathered rows, in logits order
     function: RowFunction
     teacher: TeacherRows | None
     size: int
@@ -105,7 +105,7 @@ class RowCall:
         return cls(params, target, places, function, rows_of, size, columns)
 
     def run(self, gradients: Gradients | None, slope: Tensor | None = None) -> Tensor:
-        """[N] or [N, C] values, and with `gradients` those of Σ slope · value; slope is in the order of logits."""
+        """Compute [N] or [N, C] values, and add gradients of Σ slope · value, with slope in logits order."""
         shape = (len(self.places),) if self.columns is None else (len(self.places), self.columns)
         params, values = self.params, torch.zeros(shape, dtype=self.dtype, device=self.places.device)
         spans = params.rows.spans(self.size)
@@ -130,7 +130,7 @@ class RowCall:
         return math_dtype(self.params.hidden.dtype)
 
     def _sloped(self, z: Tensor, dz: Tensor) -> Tensor:
-        """The gradient of what the soft cap is applied to, in the dtype that the products take."""
+        """Return the gradient before the soft cap, in the products' dtype."""
         if self.params.softcap is not None:
             for part in row_blocks(z):
                 dz[part].mul_((1 - (z.detach()[part] / self.params.softcap).square_()).clamp_(min=0))
@@ -140,15 +140,11 @@ class RowCall:
 def chunk_size(
     head: LMHeadInput, shard: VocabShard, teacher: LMHeadInput | Tensor | None, in_place: bool = False
 ) -> int:
-    """Rows a part of each chunk, for the budget of the student's head, alike on all ranks that share a batch.
-
-    Raises:
-        ValueError: a budget that is too small for one row.
-    """
+    """Return the rows a part of each chunk, alike on all ranks; ValueError if the budget fits no row."""
     dtype, parts = math_dtype(head.hidden.dtype), head.parts(shard.group)
     width = columns_of_rank(shard.valid, shard.vocab_size, shard.group)
     of_teacher = 0 if teacher is None else math_dtype(_dtype(teacher)).itemsize
-    # the logits and their gradient, and the teacher's logits
+    # the logits, their gradient, and the teacher's logits
     cost = parts * width * ((1 if in_place else 2) * dtype.itemsize + of_teacher)
     cost += parts * 4 * head.hidden.shape[-1] * dtype.itemsize
     if isinstance(teacher, LMHeadInput):
@@ -189,7 +185,7 @@ class _InBackward(torch.autograd.Function):
     def forward(ctx: FunctionCtx, hidden: Tensor, weight: Tensor, bias: Tensor | None, call: RowCall) -> Tensor:
         values = call.run(None)
         ctx.save_for_backward(hidden, weight, bias)  # type: ignore[arg-type]
-        # Without the operands: what `save_for_backward` holds is freed with the graph, and checked for changes.
+        # without the operands: `save_for_backward` frees its tensors with the graph and checks them for changes
         ctx.call = replace(call, params=replace(call.params, hidden=None, weight=None, bias=None))  # type: ignore[attr-defined, arg-type]
         return values
 

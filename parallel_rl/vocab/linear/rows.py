@@ -1,4 +1,4 @@
-"""The rows of hidden states that an LM head projects, and in which order."""
+"""Rows of hidden states that an LM head projects, and their order."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.distributed import ProcessGroup
 
-#: an index of rows: a slice where they lie one after another, of which a view is taken, else a tensor
+#: an index of rows: a slice for adjacent rows, which gives a view, else a tensor
 Rows = slice | torch.Tensor
 
 
 @dataclass(frozen=True)
 class LossRows:
-    """Rows to project: `order[part, i]` is the i-th of each part, those that carry loss first.
+    """Rows to project: `order[part, i]` is the i-th of each part, loss-carrying rows first.
 
-    The order of all rows is that of the gathered hidden states: part 0's rows, then part 1's. Only as many of the order
-    are kept as carry loss on any part: counted by the host where the mask lies in its memory, else bounded by the caller.
+    Gathered hidden states are ordered part by part. The order is as long as the most loss-carrying rows of a part: counted on
+    the host if the mask is there, else bounded by the caller.
     """
 
-    order: Tensor | None  # [parts, count]; None: all rows, as they are
+    order: Tensor | None  # [parts, count]; None: all rows in order
     parts: int
     count: int  # rows of each part that are projected
     rows_per_part: int  # R
     rank: int  # this rank's part
-    excess: Tensor | None  # 0-dim bool: more rows carry loss than the bound said
+    excess: Tensor | None  # 0-dim bool: more rows carry loss than the bound
     device: torch.device
 
     @classmethod
@@ -48,20 +48,19 @@ class LossRows:
         return cls(order, parts, needed, total, group_rank(group) if parts > 1 else 0, excess, keep.device)
 
     def spans(self, size: int) -> list[slice]:
-        """Slices of the order, `size` rows each."""
         return [slice(at, min(at + size, self.count)) for at in range(0, self.count, size)]
 
     def own(self, span: slice) -> Rows:
-        """Indices of a span's rows among this rank's hidden states."""
+        """Return the indices of a span's rows among this rank's hidden states."""
         return span if self.order is None else self.order[self.rank, span]
 
     def own_gathered(self, span: slice) -> Rows:
-        """Indices of the same rows in the gathered order."""
+        """Return the indices of the same rows in gathered order."""
         rows, offset = self.own(span), self.rank * self.rows_per_part
         return slice(rows.start + offset, rows.stop + offset) if isinstance(rows, slice) else rows + offset
 
     def gathered(self, *spans: slice) -> Rows:
-        """Indices of the rows of all parts in the gathered order, of spans that follow one another, span after span."""
+        """Return the gathered indices of all parts' rows of consecutive spans, span after span."""
         if self.parts == 1:
             return self.own(slice(spans[0].start, spans[-1].stop))
         return torch.cat([self._of_parts(span) for span in spans])
@@ -75,7 +74,6 @@ class LossRows:
 
 
 def put_rows(target: Tensor, rows: Rows, values: Tensor) -> None:
-    """Write values to some rows of a tensor, in its dtype."""
     if isinstance(rows, slice):
         target[rows].copy_(values)
     else:

@@ -1,4 +1,4 @@
-"""A teacher's logits in the chunks of the student's rows: given ones, or projected from its own hidden states."""
+"""A teacher's logits in the chunks of the student's rows: given, or projected from its hidden states."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ if TYPE_CHECKING:
     from parallel_rl.vocab.linear.rows import LossRows
     from parallel_rl.vocab.shards import VocabShard
 
-#: (a span of the student's rows, their [n] places in the order of logits) to the teacher's logits [n, W] of the same tokens
+#: (a span of the student's rows, their [n] places in logits order) → the teacher's logits [n, W] of the same tokens
 TeacherRows = Callable[[slice, "Tensor"], "Tensor"]
 
 
 def check_teacher_head(
     teacher: LMHeadInput, student: LMHeadInput, shard_of: Callable[[int], VocabShard], shard: VocabShard
 ) -> None:
-    """Check a teacher's head against the student's, without reading a value; hidden sizes and dtypes may differ.
+    """Check a teacher's head against the student's, without values; hidden sizes and dtypes may differ.
 
     Args:
-        shard_of: a number of the weight's rows to the words that they are. shard: those of the student's.
+        shard_of: number of the weight's rows → their ids. shard: the student's.
 
     Raises:
-        ValueError: shapes or dtypes of the teacher that disagree in themselves, another device, other tokens or columns than
-            the student's, sequence parallelism that the student does not have, an option that has no effect on a teacher.
+        ValueError: inconsistent shapes or dtypes of the teacher; another device, tokens or columns than the student's;
+            sequence parallelism that the student lacks; an option without effect on a teacher.
     """
     for name, value in (("mode", teacher.mode != "auto" and teacher.mode), ("budget", teacher.budget)):
         if value:
@@ -64,22 +64,21 @@ def _words(shard: VocabShard) -> str:
 
 
 def given_rows(logits: Tensor, shard: VocabShard) -> TeacherRows:
-    """Rows of flat logits [N, V/tp]."""
     return lambda span, places: logits[places, : shard.valid]
 
 
 def projected_rows(
     teacher: LMHeadInput, rows: LossRows, places: Tensor, keep: Tensor, shard: VocabShard
 ) -> TeacherRows:
-    """Rows that are projected when they are asked for; those without loss are of hidden states 0, whatever they hold.
+    """Project rows on demand; for rows without loss, hidden states of 0.
 
     Args:
-        rows, places: the student's, and the place in the order of logits of each of its gathered rows [N].
-        keep: [N] in the order of logits.
+        rows, places: the student's, and the place in logits order of each of its gathered rows [N].
+        keep: [N] in logits order.
     """
     group, parts = shard.group, teacher.parts(shard.group)
     hidden = teacher.hidden.detach().flatten(0, -2)
-    # Of each place, where the teacher's hidden states have it: the orders of the two may differ, the parts do not.
+    # where the teacher's hidden states hold each place: orders may differ, parts do not
     own = teacher.row_order(group).to_logits(torch.arange(len(keep), device=hidden.device))
     offset = group_rank(group) * rows.rows_per_part
     weight = teacher.weight.detach()[: shard.valid]

@@ -1,4 +1,4 @@
-"""Token statistics from hidden states and the weight of the LM head: logits never exist whole."""
+"""Token statistics from hidden states and the LM head's weight, without whole logits."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ if TYPE_CHECKING:
 
 
 class LinearTokenStats(NamedTuple):
-    """[...] statistics as in `TokenStats`, and the objective's value where one was given.
+    """Statistics [...] as in `TokenStats`, and the objective's value, if there is one.
 
-    The gradient flows through `loss` alone where there is an objective, else through the statistics.
+    The gradient then flows through `loss` only, otherwise through the statistics.
     """
 
     logprobs: Tensor
@@ -60,41 +60,41 @@ def linear_token_stats(
     main_grad_factor: float | None = None,
     backend: Backend = "auto",
 ) -> LinearTokenStats:
-    """Compute `token_stats` of z = hidden · weightᵀ + bias (soft-capped: c·tanh(z/c)), projected a chunk of rows at a time.
+    """Compute `token_stats` of z = hidden · weightᵀ + bias (soft-capped: c·tanh(z/c)), in chunks of rows.
 
     >>> hidden, weight = torch.zeros(2, 8), torch.zeros(4, 8)
     >>> linear_token_stats(hidden, weight, torch.tensor([1, 3])).logprobs
     tensor([-1.3863, -1.3863])
 
-    Logits, statistics and the weight's gradient are float32 (float64 for float64 operands) whatever the operands. Rows with
-    `ignore_index` are never projected (see `rows`). The modes differ in when gradients are computed:
+    Logits, statistics and the weight's gradient are float32 (float64 for float64 operands). Rows with `ignore_index` are
+    never projected (see `rows`). The modes differ in when gradients are computed:
 
-    - "in_forward": gradients are computed while the logits of their rows are there, which needs an `objective` that is a sum
-      over tokens; backward scales them by the upstream scalar. 6·N·V·D flops, one chunk (on a GPU in low precision also a group
-      of kept ones), and the weight's gradient in a buffer.
-    - "resident": the logits are kept (low precision: as float16 distances from the largest of their row, or on a GPU of 128
-      columns). 6·N·V·D flops, N·V numbers.
-    - "recompute": they are projected again in backward, in tiles of rows and columns. 8·N·V·D flops, one chunk or tile.
-    - "auto": in_forward where there is an objective (and the operands are not float16), else resident where the budget holds
-      the logits, else recompute.
+    - "in_forward": while the logits of their rows exist, for an `objective` that is a sum over tokens; backward scales them
+    by the upstream scalar. 6·N·V·D flops, one chunk (on a GPU in low precision also a group of kept ones), and the weight's
+    gradient in a buffer.
+    - "resident": the logits are kept (low precision: as float16 distances from the maximum of their row, or on a GPU of 128
+    columns). 6·N·V·D flops, N·V numbers.
+    - "recompute": they are re-projected in backward, in tiles of rows and columns. 8·N·V·D flops, one chunk or tile.
+    - "auto": in_forward with an objective (unless the operands are float16), else resident if the budget holds the logits,
+    else recompute.
 
     Args:
         hidden: [..., D]; with `sequence_parallel` this rank's part of the first dimension.
         weight: [V/tp, D], in the dtype of `hidden`. bias: [V/tp].
         targets: [...] global token ids, whole on all tensor ranks.
         group, vocab_size, vocab_start, temperature, ignore_index, entropy, sum_pi_squared, backend: as for `token_stats`.
-        objective: (statistics shaped like `targets`) → scalar Σ_t f_t(log-prob, entropy, lse of token t). It is called once a
-            chunk, tokens yet unknown being 0, and once at the end.
+        objective: (statistics shaped like `targets`) → scalar Σ_t f_t(log-prob, entropy, lse of token t). Called once a
+            chunk, with 0 for unknown tokens, and once at the end.
         softcap, logit_scale, sequence_parallel, budget, rows, main_grad_factor: see `LMHeadInput`.
 
     Returns:
-        `LinearTokenStats`. Without sequence parallelism the gradient of `hidden` is summed over tensor ranks, as
-        a column-parallel layer does; with it, reduce-scattered.
+        `LinearTokenStats`. The gradient of `hidden` is summed over tensor ranks, as in a column-parallel layer; with sequence
+        parallelism reduce-scattered.
 
     Raises:
-        ValueError: shapes, dtypes or options that do not fit, in_forward without an objective, a budget too small for one row;
-            where values are checked, more rows that carry loss than `rows`, in_forward with an objective that is not a sum over
-            tokens; on all ranks of the group, see `set_validation`.
+        ValueError: on all ranks of the group, see `set_validation`: shapes, dtypes or options that do not fit; in_forward
+            without an objective; a budget too small for one row; where values are checked, more loss-carrying rows than
+            `rows`, or in_forward with an objective that is not a sum over tokens.
     """
     head = LMHeadInput(
         hidden, weight, bias, softcap, False, sequence_parallel, mode, budget, rows, main_grad_factor,
@@ -114,7 +114,7 @@ def linear_token_stats(
         parts = head.parts(group)
         wanted = (hidden.shape[0] * parts, *hidden.shape[1:-1])
         check_tokens(targets, wanted, shard, ignore_index)
-        # Split over its first dimension, whatever the others are; the losses' own batches are split along the sequence.
+        # split over its first dimension; the losses' own batches are split along the sequence
         flat = replace(head, hidden=hidden.flatten(0, -2))
         flat.check_rows((targets != ignore_index).reshape(-1), group)
         return shard, flat
@@ -150,13 +150,13 @@ def stats_of_head(
     objective: Callable[[TokenStats], Tensor] | None = None,
     context_group: ProcessGroup | None = None,
 ) -> tuple[TokenStats, Tensor | None]:
-    """`linear_token_stats` after its checks: [N] statistics, and the exact 0 that carries an objective's gradient.
+    """Compute `linear_token_stats` after its checks: [N] statistics, and the exact 0 with the gradient.
 
     Args:
-        targets, keep: [N] in the order of logits, as the statistics are.
+        targets, keep: [N] in logits order, like the statistics.
         kept_ids: [N, K], see `truncated_token_stats`.
-        objective: a sum over tokens; where it is given the mode may be in_forward, and the second result is not None then.
-        context_group: over which the objective may communicate, with ranks that have another number of rows that carry loss.
+        objective: a sum over tokens; allows the mode in_forward, which makes the second result.
+        context_group: over which the objective may communicate; its ranks may have other numbers of loss rows.
     """
     order = head.row_order(shard.group)
     grad = head.needs_gradient
@@ -180,7 +180,7 @@ def stats_of_head(
 
 
 def _output_grads(objective: Callable[[TokenStats], Tensor], order: RowOrder) -> Callable[[RowStats], OutputGrads]:
-    """Turn an objective on tokens in the order of logits into a function from statistics of rows to its gradients."""
+    """Convert an objective on tokens in logits order to a function from row statistics to its gradients."""
 
     def gradients(stats: RowStats) -> OutputGrads:
         with torch.enable_grad():

@@ -1,10 +1,9 @@
 # mypy: disable-error-code="no-untyped-def"
 """Triton kernels of the token statistics: one read of the logits forward, one read and one write backward.
 
-A program walks along a row, or along a part of it, in tiles of [LANES, PER_LANE] logits. A lane is 16 bytes of one thread,
-which loads them at once where it can, and every lane keeps sums of its own, relative to its own running maximum: lanes meet
-once, at the end of the row. Exponentials are of base 2, the hardware's own. Nothing is accumulated atomically, so that a
-repeat gives the same bits.
+A program walks along a row, or a part, in tiles of [LANES, PER_LANE] logits. A lane is 16 bytes of one thread, loaded at once
+if possible, with its own sums relative to its own running maximum; lanes are joined once, at the row's end. Exponentials have
+base 2, as in hardware. Without atomic sums a repeat gives the same bits.
 """
 
 import triton
@@ -12,9 +11,9 @@ import triton.language as tl
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
 _LN_2 = tl.constexpr(0.6931471805599453)
-# Far below any finite exponent that matters, yet finite, so that 0 · _LOWEST is 0 where a logit is −inf.
+# below any exponent that matters, yet finite: 0 · _LOWEST is 0 where a logit is −inf
 _LOWEST = tl.constexpr(-1e30)
-# Below it 2^x is 0: what p is multiplied by stays so small that no loss scale makes it infinite (0 · ∞).
+# below it 2^x is 0, and p's factor stays too small for a loss scale to make it infinite (0 · ∞)
 _NO_MASS = tl.constexpr(-2048.0)
 
 
@@ -25,35 +24,35 @@ def _above(x, lowest):
 
 @triton.jit
 def _finite_base(top):
-    return tl.where(top == float("-inf"), 0.0, top)  # where all is −inf, e^(z − base) must be 0, not NaN
+    return tl.where(top == float("-inf"), 0.0, top)  # if all is −inf, e^(z − base) must be 0, not NaN
 
 
 @triton.jit
 def _log2_e_over(inv_t, BOTH: tl.constexpr):
-    """log2 e / temperature in two parts: rounded to one, it would make every sum of a row a little too small, alike."""
+    """Return log2 e / temperature in two parts: rounded to one, it makes every sum of a row too small."""
     exact = inv_t.to(tl.float64) * _LOG2_E
-    # both above 0 where BOTH multiply a logit: −inf stays −inf without a bound, which would be one more instruction a logit
+    # if BOTH multiply a logit both are above 0, so −inf stays −inf without a bound, one instruction a logit less
     high = (exact * 0.99999988 if BOTH else exact).to(tl.float32)
     return high, (exact - high.to(tl.float64)).to(tl.float32)
 
 
 @triton.jit
 def _log2(u, lowest, high, low, BOTH: tl.constexpr):
-    """log2 of e^(u / temperature); from `high` alone a finite number also where u is −inf: `lowest` · `high` is one."""
+    """Return log2 of e^(u / temperature); from `high` alone it is finite even if u is −inf."""
     return tl.fma(u, high, u * low) if BOTH else _above(u, lowest) * high  # fused: a rounded product would lose `low`
 
 
 @triton.jit
 def _sums_of_both_parts(a, b, high, low):
-    """Σ 2^x and Σ 2^x·x of x = u·(high + low) from the lanes' of u·high, in float64: in float32 they would miss the gain.
+    """Compute Σ 2^x and Σ 2^x·x, x = u·(high + low), from lane sums of u·high; float64 keeps the gain.
 
-    2^(u·low) is 1 + ln 2·u·low, so that the first sum gains a multiple of the second; the second one gains that of Σ 2^x·x²,
-    which b²/a stands for: what is left is low / high, 6e-8 or less, of the variance of x in a lane. Σ 2^2x is left as it is.
+    2^(u·low) is 1 + ln 2·u·low, so the first sum gains a multiple of the second, and the second that of Σ 2^x·x², for which
+    b²/a stands; the error is low / high ≤ 6e-8 of the variance of x in a lane. Σ 2^2x stays as it is.
     """
     part = low / high
-    root = b * tl.rsqrt(tl.maximum(a, 1e-30))  # a division would be three times as long
+    root = b * tl.rsqrt(tl.maximum(a, 1e-30))  # a division takes three times as long
     b = b.to(tl.float64) + _LN_2 * part * root * root
-    total, moment = tl.split(tl.sum(tl.join(a.to(tl.float64), b), 0))  # at one meeting of the lanes
+    total, moment = tl.split(tl.sum(tl.join(a.to(tl.float64), b), 0))  # joining the lanes once
     return total + _LN_2 * part * moment, moment + part * moment
 
 
@@ -65,16 +64,16 @@ def _local_column(targets, row, start, valid):
 
 @triton.jit
 def _in_lanes(x, PER_LANE: tl.constexpr, ALIGNED: tl.constexpr):
-    """x; where it is whole lanes, so that it shows: the compiler looks for multiples of 16, and 8 half floats are wide."""
+    """Return x, marked as whole lanes: the compiler looks for multiples of 16, and 8 half floats are wide."""
     return x // PER_LANE * PER_LANE if ALIGNED else x
 
 
 @triton.jit
 def _columns(LANES: tl.constexpr, PER_LANE: tl.constexpr, ALIGNED: tl.constexpr):
-    """A tile's columns, a lane's side by side, or apart by a warp's, whose threads then load neighbours.
+    """Return a tile's columns: a lane's side by side, or a warp's apart, so its threads load neighbours.
 
-    The compiler spreads a lane of narrow loads over threads where it lies side by side: they would meet in each tile. In 64
-    bits, for in 32 each address would be a sum of its own.
+    The compiler spreads a lane of narrow adjacent loads over threads, which would then meet in each tile. In 64 bits, since
+    in 32 each address would be a separate sum.
     """
     lane, number = tl.arange(0, LANES)[:, None], tl.arange(0, PER_LANE)[None, :]
     apart = lane // 32 * (32 * PER_LANE) + lane % 32 + 32 * number
@@ -83,9 +82,9 @@ def _columns(LANES: tl.constexpr, PER_LANE: tl.constexpr, ALIGNED: tl.constexpr)
 
 @triton.jit
 def _add_tile(z, lowest, high, low, m, a, b, q, BOTH: tl.constexpr, ENTROPY: tl.constexpr, SQUARES: tl.constexpr):
-    """Adds a tile [LANES, PER_LANE] to the lanes' maxima m and sums, where u = (z − m)·high, or (z − m)·(high + low) of BOTH.
+    """Add a tile to the lanes' maxima m and sums a = Σ 2^u, b = Σ 2^u·u, q = Σ 2^2u.
 
-    a = Σ 2^u, b = Σ 2^u·u, q = Σ 2^2u.
+    The tile is [LANES, PER_LANE]; u = (z − m)·high, or (z − m)·(high + low) with BOTH.
     """
     top = tl.maximum(m, tl.max(z, 1))
     base = _finite_base(top)
@@ -103,7 +102,7 @@ def _add_tile(z, lowest, high, low, m, a, b, q, BOTH: tl.constexpr, ENTROPY: tl.
 
 @triton.jit
 def _store_half(z, at, columns, last, out, tops, MASKED: tl.constexpr, PER_TOP: tl.constexpr):
-    """Stores a tile as its distances from the largest logit of every PER_TOP columns, lanes of one warp: no barrier."""
+    """Store a tile as distances from the maximum of every PER_TOP columns, lanes of one warp: no barrier."""
     LANES: tl.constexpr = z.shape[0]
     EACH: tl.constexpr = PER_TOP // z.shape[1]
     top = _finite_base(tl.max(tl.reshape(tl.max(z, 1), [LANES // EACH, EACH]), 1))
@@ -123,13 +122,13 @@ def stats_kernel(
     ENTROPY: tl.constexpr, SQUARES: tl.constexpr, PER_TOP: tl.constexpr, LANES: tl.constexpr, PER_LANE: tl.constexpr,
     ALIGNED_ROWS: tl.constexpr, ALIGNED_ENDS: tl.constexpr,
 ):  # fmt: skip
-    """(m, a, t, b, q) of a row's part, [splits, tokens, 3 + ENTROPY + SQUARES]; a row that is not kept is not read.
+    """Compute (m, a, t, b, q) of a row's part, [splits, tokens, 3 + ENTROPY + SQUARES], of kept rows only.
 
-    With PER_TOP the logits are also stored, as `half`: distances from their `tops`, the largest of every PER_TOP columns.
+    With PER_TOP also store the logits as `half`: distances from `tops`, the maxima of every PER_TOP columns.
     """
     row, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
     BLOCK: tl.constexpr = LANES * PER_LANE
-    # one multiplication a logit less where b is at hand, which tells what the other part of the scale is worth
+    # one multiplication a logit less with b, which gives the effect of the scale's other part
     BOTH: tl.constexpr = not ENTROPY
     first = split * columns_per_program
     end = tl.minimum(first + columns_per_program, _in_lanes(valid, PER_LANE, ALIGNED_ENDS))
@@ -141,7 +140,7 @@ def stats_kernel(
     z_y = tl.load(z_row + y.to(tl.int64) * column_stride, mask=(y >= first) & (y < last), other=float("-inf"))
     step = tl.load(inv_t + row * inv_t_stride)
     high, low = _log2_e_over(step, BOTH)
-    # a constant on the left of a division is no operand of a maximum in Triton 3.8's interpreter
+    # Triton 3.8's interpreter takes no maximum of a division with a constant on the left
     lowest = tl.maximum(tl.full([], _LOWEST, tl.float32) / high, _LOWEST * 1e8)
     columns = _columns(LANES, PER_LANE, ALIGNED_ROWS)
 
@@ -150,7 +149,7 @@ def stats_kernel(
     if PER_TOP:
         half_row = half + _in_lanes(row * half_stride, PER_LANE, ALIGNED_ROWS)
         tops_row = tops + row * tops_stride
-    for at in range(first, whole, BLOCK):  # no mask: it would keep the compiler from wide loads
+    for at in range(first, whole, BLOCK):  # no mask: it would prevent wide loads
         z = tl.load(z_row + (at + columns) * column_stride).to(tl.float32)
         m, a, b, q = _add_tile(z, lowest, high, low, m, a, b, q, BOTH, ENTROPY, SQUARES)
         if PER_TOP:
@@ -181,7 +180,7 @@ def stats_kernel(
 
 @triton.jit
 def _sum_parts(parts, row, tokens, count, step, ENTROPY: tl.constexpr, SQUARES: tl.constexpr):
-    """(m, a, t, b, q) of some rows from their `count` parts; the loads of eight parts are in flight together."""
+    """Combine (m, a, t, b, q) of some rows from `count` parts, with loads of eight parts in flight."""
     WIDTH: tl.constexpr = 3 + ENTROPY + SQUARES
     place, next_part = parts + row * WIDTH, tokens.to(tl.int64) * WIDTH
     top = tl.full(row.shape, float("-inf"), tl.float32)
@@ -214,7 +213,7 @@ def merge_kernel(
     parts, inv_t, merged, tokens, count, inv_t_stride,
     ENTROPY: tl.constexpr, SQUARES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """[count, tokens, W] parts of a shard's rows to the [tokens, W] of the shard."""
+    """Merge [count, tokens, W] parts of a shard's rows to [tokens, W]."""
     row = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = row < tokens
     step = tl.load(inv_t + row * inv_t_stride, mask=inside, other=1.0)
@@ -234,13 +233,13 @@ def combine_kernel(
     parts, keep, inv_t, logprobs, entropies, lses, rows, sums, tokens, count, inv_t_stride,
     ENTROPY: tl.constexpr, SQUARES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Parts [count, tokens, W] to log-prob, entropy, lse and Σπ², and to what the backward reads of a row."""
+    """Combine parts [count, tokens, W] to log-prob, entropy, lse and Σπ², and the rows for the backward."""
     row = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = row < tokens
     step = tl.load(inv_t + row * inv_t_stride, mask=inside, other=1.0)
     kept = tl.load(keep + row, mask=inside, other=0) != 0
     top, total, target, moment, squares = _sum_parts(parts, row, tokens, count, step, ENTROPY, SQUARES)
-    top, total = tl.where(kept, top, 0.0), tl.where(kept, total, 1.0)  # numbers, also in the rows that nobody reads
+    top, total = tl.where(kept, top, 0.0), tl.where(kept, total, 1.0)  # finite, also where never read
     log_a = tl.log(total)
     SAVED: tl.constexpr = 2 + ENTROPY
     tl.store(logprobs + row, tl.where(kept, target - log_a, 0.0), mask=inside)
@@ -270,12 +269,12 @@ def gradient_kernel(
     columns_per_program, SAVED: tl.constexpr, LOGPROB: tl.constexpr, ENTROPY: tl.constexpr, LSE: tl.constexpr,
     PER_TOP: tl.constexpr, LANES: tl.constexpr, PER_LANE: tl.constexpr, ALIGNED_ROWS: tl.constexpr, ALIGNED_ENDS: tl.constexpr,
 ):  # fmt: skip
-    """dz = [g_logp·(1[y] − p) − g_ent·p·(log p + H) + g_lse·p] / T; `out` may be `logits`.
+    """Compute dz = [g_logp·(1[y] − p) − g_ent·p·(log p + H) + g_lse·p] / T; `out` may be `logits`.
 
-    A row that is not kept, and the padding from `valid` to `width`, get an exact 0 and are not read. With PER_TOP the logits
-    are distances from their `tops`, see `stats_kernel`.
+    Rows that are not kept, and padding from `valid` to `width`, get an exact 0 unread. With PER_TOP the logits are distances
+    from `tops`, see `stats_kernel`.
     """
-    # backwards: the last rows of the forward are still in the cache
+    # backwards: the forward's last rows are still cached
     row = tl.num_programs(0) - 1 - tl.program_id(0).to(tl.int64)
     BLOCK: tl.constexpr = LANES * PER_LANE
     first = tl.program_id(1) * columns_per_program

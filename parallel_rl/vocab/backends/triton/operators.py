@@ -1,6 +1,6 @@
 """The kernels as torch operators, `torch.ops.parallel_rl.*`: traced by torch.compile, captured by CUDA graphs.
 
-They are the steps of `token_stats`, which is differentiable; the operators by themselves are not.
+They are steps of `token_stats`, which is differentiable; the operators alone are not.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from parallel_rl.vocab.backends.triton.kernels import combine_kernel, gradient_k
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
-_TOKENS = 128  # rows of a program that only combines
+_TOKENS = 128  # rows of a combining program
 
 
 @cache
 def processors(device: torch.device) -> int:
-    """Streaming multiprocessors; 0 under the interpreter, where programs run one after the other."""
+    """Return the number of multiprocessors; 0 under the interpreter, which runs programs in turn."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 0
 
 
@@ -43,7 +43,6 @@ def _parts(
     logits: Tensor, targets: Tensor, keep: Tensor, inv_t: Tensor, start: int, valid: int, entropy: bool, squares: bool,
     half: Tensor | None = None, tops: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """Parts [splits, T, 3 + entropy + squares]."""
     tokens, device = logits.shape[0], logits.device
     tile = tiling(tokens, valid, logits.element_size(), processors(device), cut("stats", device))
     parts = torch.empty(tile.splits, tokens, 3 + entropy + squares, dtype=torch.float32, device=device)
@@ -71,12 +70,11 @@ def vocab_stats(
     entropy: bool,
     squares: bool = False,
 ) -> Tensor:
-    """[T, W] logits, [T] global targets, [T] kept rows, [T or 1, 1] 1/temperature → [T, 3 + entropy + squares] parts."""
+    """Compute [T, 3 + entropy + squares] parts from [T, W] logits, [T] global targets and kept rows."""
     return _merge(_parts(logits, targets, keep, inv_t, start, valid, entropy, squares), inv_t)
 
 
 def _merge(parts: Tensor, inv_t: Tensor) -> Tensor:
-    """[splits, T, W] parts of a shard's rows to the [T, W] of the shard."""
     splits, tokens, width = parts.shape
     entropy, squares = width > 3, width > 4
     if splits == 1 or tokens == 0:
@@ -95,7 +93,7 @@ def vocab_stats_half(
     logits: Tensor, targets: Tensor, keep: Tensor, inv_t: Tensor, start: int, valid: int, entropy: bool, squares: bool,
     half: Tensor, tops: Tensor,
 ) -> Tensor:  # fmt: skip
-    """`vocab_stats` of float32 logits, which are stored in the same pass: as `half` [T, W] distances from `tops`."""
+    """Compute `vocab_stats` of float32 logits and store them as `half` [T, W] distances from `tops`."""
     return _merge(_parts(logits, targets, keep, inv_t, start, valid, entropy, squares, half, tops), inv_t)
 
 
@@ -122,9 +120,9 @@ def _combine(parts: Tensor, keep: Tensor, inv_t: Tensor) -> tuple[Tensor, Tensor
 
 @torch.library.custom_op("parallel_rl::vocab_combine", mutates_args=())
 def vocab_combine(parts: Tensor, keep: Tensor, inv_t: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """[ranks, T, 3 to 5] parts → log-prob, entropy (or [0]), lse [T], rows [T, 2 or 3] for the backward, Σπ² (or [0]).
+    """Combine [ranks, T, 3 to 5] parts to log-prob, entropy (or [0]), lse, backward's rows, Σπ² (or [0]).
 
-    The rows hold (M, log A, H).
+    The rows [T, 2 or 3] hold (M, log A, H).
     """
     return _combine(parts, keep, inv_t)
 
@@ -141,7 +139,7 @@ def _combined(parts: Tensor, *_: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor
 def vocab_row_stats(
     logits: Tensor, targets: Tensor, keep: Tensor, inv_t: Tensor, start: int, valid: int, entropy: bool, squares: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """`vocab_combine` of `vocab_stats` where this shard is the whole vocabulary: a row's splits are combined like shards."""
+    """Compute `vocab_combine` of `vocab_stats` of a whole vocabulary; a row's splits combine like shards."""
     return _combine(_parts(logits, targets, keep, inv_t, start, valid, entropy, squares), keep, inv_t)
 
 
@@ -150,7 +148,6 @@ def vocab_row_stats_half(
     logits: Tensor, targets: Tensor, keep: Tensor, inv_t: Tensor, start: int, valid: int, entropy: bool, squares: bool,
     half: Tensor, tops: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """`vocab_row_stats` that stores the logits as `vocab_stats_half` does."""
     return _combine(_parts(logits, targets, keep, inv_t, start, valid, entropy, squares, half, tops), keep, inv_t)
 
 
@@ -168,7 +165,7 @@ def vocab_gradient(
     logits: Tensor, targets: Tensor, keep: Tensor, inv_t: Tensor, rows: Tensor,
     g_logprobs: Tensor | None, g_entropy: Tensor | None, g_lse: Tensor | None, start: int, valid: int,
 ) -> Tensor:  # fmt: skip
-    """The gradient of the logits in a new tensor, from `rows` of `vocab_combine` and the upstream gradients [T]."""
+    """Compute the logits' gradient in a new tensor, from `rows` of `vocab_combine` and upstream ones [T]."""
     out = torch.empty_like(logits, memory_format=torch.contiguous_format)
     _launch_gradient(logits, targets, keep, inv_t, rows, g_logprobs, g_entropy, g_lse, start, valid, out)
     return out
@@ -187,7 +184,6 @@ def vocab_gradient_(
     logits: Tensor, targets: Tensor, keep: Tensor, inv_t: Tensor, rows: Tensor,
     g_logprobs: Tensor | None, g_entropy: Tensor | None, g_lse: Tensor | None, start: int, valid: int,
 ) -> None:  # fmt: skip
-    """`vocab_gradient`, written over the logits."""
     _launch_gradient(logits, targets, keep, inv_t, rows, g_logprobs, g_entropy, g_lse, start, valid, logits)
 
 
@@ -197,10 +193,10 @@ def vocab_gradient_to(
     g_logprobs: Tensor | None, g_entropy: Tensor | None, g_lse: Tensor | None, start: int, valid: int, out: Tensor,
     tops: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """`vocab_gradient`, written to `out` [T, W] in its dtype; it may lie over the logits if its elements are as wide.
+    """Write `vocab_gradient` to `out` [T, W] in its dtype; it may overlay logits with elements as wide.
 
     Args:
-        tops: what the logits are distances from, see `vocab_stats_half`.
+        tops: of `vocab_stats_half`, from which the logits are distances.
     """
     _launch_gradient(logits, targets, keep, inv_t, rows, g_logprobs, g_entropy, g_lse, start, valid, out, tops)
 

@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def"
-"""A gradient times a factor that only the device knows, in place."""
+"""Scale a gradient in place by a factor that only the device knows."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from torch import Tensor
 from parallel_rl.vocab.backends.triton.operators import on_device, processors
 
 _BLOCK, _WARPS = 1024, 4
-_PROGRAMS = 16  # a multiprocessor's
+_PROGRAMS = 16  # per multiprocessor
 
 
 @triton.jit(do_not_specialize=["rows"])
 def scale_kernel(values, factor, rows, width, BLOCK: tl.constexpr):
-    """values [rows, width] · factor; where that is 1, as it is at the root of most graphs, nothing is read or written."""
+    """Scale values [rows, width] by factor; 1, as at the root of most graphs, reads and writes nothing."""
     scale = tl.load(factor).to(tl.float32)
     if scale != 1.0:
         of_row = values + tl.program_id(0).to(tl.int64) * width
@@ -30,7 +30,7 @@ def scale_kernel(values, factor, rows, width, BLOCK: tl.constexpr):
 
 @torch.library.custom_op("parallel_rl::scale_", mutates_args=("values",))
 def scale_(values: Tensor, factor: Tensor) -> None:
-    """Contiguous [R, D] values of any floating dtype times a 0-dim factor, in float32."""
+    """Scale contiguous [R, D] values of any floating dtype by a 0-dim factor, in float32."""
     if not values.numel():
         return
     rows, width = values.shape

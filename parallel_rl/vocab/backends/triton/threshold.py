@@ -1,4 +1,4 @@
-"""The kernels that find a row's threshold as torch operators, like those of `operators`."""
+"""Kernels that find a row's threshold as torch operators, like those of `operators`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def _tiling(name: str, logits: Tensor) -> Tiling:
 
 
 def _of_rows(logits: Tensor, tile: Tiling) -> dict[str, int | bool]:
-    """Constants of a pass over these logits."""
+    """Return constants of a pass over these logits."""
     return {
         "LANES": tile.lanes, "PER_LANE": tile.per_lane, "ALIGNED_ROWS": tile.aligns_rows(logits),
         "ALIGNED_ENDS": tile.aligns(logits.shape[1]), "num_warps": tile.warps,
@@ -27,9 +27,10 @@ def _of_rows(logits: Tensor, tile: Tiling) -> dict[str, int | bool]:
 
 @torch.library.custom_op("parallel_rl::vocab_bins", mutates_args=())
 def vocab_bins(logits: Tensor, end: Tensor, rate: Tensor, inv_t: Tensor, bins: int) -> tuple[Tensor, Tensor]:
-    """[T, W] logits, [T, 1] upper end and bins per unit of the window, 1/temperature → [T, bins + 2] and the largest [T, 1].
+    """Count logits [T, W] in bins of a window with upper end and bins per unit [T, 1].
 
-    How many logits each bin but the last has, 0 for that, the mass of all, relative to the window's end, and that of the last.
+    Returns [T, bins + 2]: the count of each bin except the last, 0 for that, the total mass relative to the window's end, and
+    the last bin's mass; and the maximum [T, 1].
     """
     tokens, width = logits.shape
     sums, largest = _binned(logits, end, rate, inv_t, bins)
@@ -55,12 +56,12 @@ def _binned(logits: Tensor, end: Tensor, rate: Tensor, inv_t: Tensor, bins: int)
 def vocab_weigh(
     logits: Tensor, low: Tensor, high: Tensor, top: Tensor, inv_t: Tensor, unit: Tensor, capacity: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Weigh the logits above brackets [T, B] of top-k, if it asks (B = 2), and of top-p, and copy those inside.
+    """Weigh logits above the brackets [T, B] of top-k (if B = 2) and top-p, and copy those inside.
 
     Returns:
-        [T, 5] how many are above that of top-k, and from its lower end on; the mass above it, or without top-k that of all;
-        the mass above that of top-p, and from its lower end on. Then [B, T, capacity] the logits inside each, in any order, and
-        [B, T] how many there are: more than the capacity are not all there.
+        [T, 5]: counts above top-k's bracket, and from its lower end on; the mass above it, or without top-k the total; the
+            mass above top-p's, and from its lower end on. Then [B, T, capacity] the logits inside each, in any order, and [B,
+            T] their number, which may exceed the capacity.
     """
     sums, values, found = _weighed(logits, low, high, top, inv_t, unit, capacity)
     sums.zero_(), found.zero_()
@@ -96,12 +97,12 @@ def vocab_held(
     scale: Sequence[Tensor],
     pivots: Tensor,
 ) -> Tensor:
-    """How many logits each row holds from each of its pivots [T, 8] on, or with a scale their mass, [T, 8] int64.
+    """Count each row's logits from its pivots [T, 8] on, or with a scale sum their mass; [T, 8] int64.
 
     Args:
-        missed: [T, 1] bool rows whose logits are read; the others are not.
-        values, found, before: of the other rows, [T, C] candidates, [T] their number, [T, 1] what lies above them.
-        scale: [T, 1] least logit that counts, largest one and 1/temperature, and [1, 1] the largest mass; or nothing.
+        missed: [T, 1] bool rows whose logits are read.
+        values, found, before: for the other rows, [T, C] candidates, [T] their number, [T, 1] the count or mass above them.
+        scale: [T, 1] smallest logit that counts, maximum and 1/temperature, and [1, 1] the largest mass; or empty.
     """
     tokens, width = logits.shape
     tile = _tiling("held", logits)

@@ -1,8 +1,8 @@
 # mypy: disable-error-code="no-untyped-def"
-"""Triton kernels that find a row's threshold, see `parallel_rl.vocab.threshold`: its logits are counted, weighed, searched.
+"""Triton kernels that find a row's threshold, see `parallel_rl.vocab.threshold`: count, weigh and search logits.
 
-Masses are those of `threshold`: integers of a logit by itself, so that neither the order of a sum, nor the cut of a row, nor
-the width of a shard moves a bit of them. What lies in the bins need not be right.
+Masses are those of `threshold`: integers of single logits, so no order of sums, cut of a row or shard width changes a bit.
+The bins need not be exact.
 """
 
 import triton
@@ -11,12 +11,12 @@ import triton.language as tl
 from parallel_rl.vocab.backends.triton.kernels import _columns, _in_lanes
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
-_MOST_BITS = tl.constexpr(100.0)  # of a mass: a word far above the window must not make the sum of a row infinite
+_MOST_BITS = tl.constexpr(100.0)  # bits of a mass: an id far above the window must not make a row's sum infinite
 
 
 @triton.jit
 def _part(split, columns_per_program, width, BLOCK: tl.constexpr, PER_LANE: tl.constexpr, ALIGNED_ENDS: tl.constexpr):
-    """The start of a program's part of the row, the end of its whole tiles, and its end."""
+    """Return start, end of whole tiles, and end of a program's part of the row."""
     first = split * columns_per_program
     last = tl.minimum(first + columns_per_program, _in_lanes(width, PER_LANE, ALIGNED_ENDS))
     return first, first + (last - first) // BLOCK * BLOCK, last
@@ -27,7 +27,7 @@ def _count_tile(z, end, rate, step, counts, total, below, largest, BINS: tl.cons
     x = z - end
     number = tl.minimum(tl.maximum(1.0 - x * rate, 0.0), BINS - 1.0).to(tl.int32)
     flat = tl.reshape(number, [z.shape[0] * z.shape[1]])
-    counts += tl.histogram(flat, BINS, flat < BINS - 1)  # where a word is common, nearly all are below
+    counts += tl.histogram(flat, BINS, flat < BINS - 1)  # with a common id, nearly all are below
     mass = tl.exp2(tl.minimum(x * step, _MOST_BITS))
     total += tl.sum(mass, 1)
     below += tl.sum(tl.where(number == BINS - 1, mass, 0.0), 1)
@@ -39,7 +39,7 @@ def bins_kernel(
     logits, end, rate, inv_t, parts, width, tokens, row_stride, column_stride, columns_per_program,
     BINS: tl.constexpr, LANES: tl.constexpr, PER_LANE: tl.constexpr, ALIGNED_ROWS: tl.constexpr, ALIGNED_ENDS: tl.constexpr,
 ):  # fmt: skip
-    """Logits of a row's part in each bin but the last; all mass, that of the last, the largest; [splits, tokens, BINS + 3]."""
+    """Count logits of a row's part per bin except the last, with total mass, the last's, and the maximum."""
     row, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
     BLOCK: tl.constexpr = LANES * PER_LANE
     first, whole, last = _part(split, columns_per_program, width, BLOCK, PER_LANE, ALIGNED_ENDS)
@@ -51,7 +51,7 @@ def bins_kernel(
     counts = tl.zeros([BINS], tl.int32)
     total = tl.zeros([LANES], tl.float32)
     below = tl.zeros([LANES], tl.float32)
-    # of each place of a tile: Triton 3.6 fails on a running maximum over what it has just loaded
+    # one per place of a tile: Triton 3.6 fails on a running maximum over loaded values
     largest = tl.full([LANES, PER_LANE], float("-inf"), tl.float32)
     for at in range(first, whole, BLOCK):
         z = tl.load(z_row + (at + columns) * column_stride).to(tl.float32)
@@ -74,7 +74,7 @@ def _mass(z, top, inv_t, unit):
 
 @triton.jit
 def _copy_tile(z, inside, found, values, capacity):
-    """Stores the logits that are inside, in any order: what is searched for among them are sums of integers."""
+    """Store the logits inside, in any order: the search among them uses integer sums."""
     number = inside.to(tl.int32)
     up_to = tl.cumsum(number, 1)
     of_lane = tl.sum(number, 1)
@@ -107,7 +107,7 @@ def weigh_kernel(
     width, tokens, row_stride, column_stride, capacity, columns_per_program,
     TOP_K: tl.constexpr, LANES: tl.constexpr, PER_LANE: tl.constexpr, ALIGNED_ROWS: tl.constexpr, ALIGNED_ENDS: tl.constexpr,
 ):  # fmt: skip
-    """Sums of a row's part, [splits, tokens, 5], and its logits inside the brackets, [1 + TOP_K, tokens, capacity]."""
+    """Sum a row's part, [splits, tokens, 5]; copy its logits in brackets, [1 + TOP_K, tokens, capacity]."""
     row, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
     BLOCK: tl.constexpr = LANES * PER_LANE
     first, whole, last = _part(split, columns_per_program, width, BLOCK, PER_LANE, ALIGNED_ENDS)
@@ -176,9 +176,9 @@ def held_kernel(
     MASSES: tl.constexpr, LANES: tl.constexpr, PER_LANE: tl.constexpr,
     ALIGNED_ROWS: tl.constexpr, ALIGNED_ENDS: tl.constexpr,
 ):  # fmt: skip
-    """How many logits, or what mass, a row holds from each pivot on, [splits, tokens, 8].
+    """Count a row's logits from each pivot on, or their mass, [splits, tokens, 8].
 
-    Where it missed, of the row's part; elsewhere of its candidates and what lies above them, and the row is not read.
+    Rows that missed read their part; others use their candidates and what lies above them, unread.
     """
     row, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
     BLOCK: tl.constexpr = LANES * PER_LANE
