@@ -63,10 +63,10 @@ def check_learns(host: str, loss_fn: LossFn) -> None:
 
 
 class Setting(NamedTuple):
-    """A number of a host's config: its dotted key, the host's default, and the names that surrogates have for it."""
+    """Setting of a host's config: its dotted key, the host's default, and the names that our options have for it."""
 
     key: str
-    default: float | None
+    default: float | str | None
     names: tuple[str, ...]
 
 

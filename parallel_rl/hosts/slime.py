@@ -17,7 +17,7 @@ from torch import Tensor
 
 from parallel_rl.agreement import raise_on_all_ranks
 from parallel_rl.groups import ParallelGroups
-from parallel_rl.hosts.fit import Setting, check_fits, check_settings, unit_of
+from parallel_rl.hosts.fit import Setting, check_fits, check_settings, read_setting, unit_of
 from parallel_rl.losses.nll import NLLLossConfig
 from parallel_rl.losses.policy import PolicyLoss
 from parallel_rl.losses.policy_config import PolicyLossConfig
@@ -35,8 +35,15 @@ _SETTINGS = (
     Setting("eps_clip_high", 0.2, ("clip_high", "high")),
     Setting("eps_clip_c", None, ("dual_clip", "ratio_max")),
 )
-_DEFAULTS = {"kl_loss_type": "k1", "tis_clip": 2.0}
-_TIS_CLIP = (("", "high"), ("_low", "low"))
+# options of a policy loss beside its surrogate
+_OPTIONS = (
+    Setting("kl_loss_coef", 0.0, ("kl.coefficient",)),
+    Setting("kl_loss_type", "k1", ("kl.estimator",)),
+    Setting("entropy_coef", 0.0, ("entropy_bonus",)),
+    Setting("use_tis", False, ("importance",)),
+    Setting("tis_clip", 2.0, ("importance.high",)),
+    Setting("tis_clip_low", 0.0, ("importance.low",)),
+)
 _NAMES = {
     "advantages": "advantages", "prev_logprobs": "log_probs", "generation_logprobs": "rollout_log_probs",
     "reference_policy_logprobs": "ref_log_probs", "returns": "returns",
@@ -180,18 +187,12 @@ def _check_options(args: object, loss_fn: LossFn) -> None:
         return
     check_settings("slime", loss_fn, args, _SETTINGS)
     options = loss_fn.policy
-    ours: dict[str, tuple[str, object]] = {
-        "kl_loss_coef": ("kl.coefficient", 0.0 if options.kl is None else options.kl.coefficient),
-        "entropy_coef": ("entropy_bonus", options.entropy_bonus),
-        "use_tis": ("importance", options.importance is not None),
-    }
-    if options.kl is not None:
-        ours["kl_loss_type"] = ("kl.estimator", options.kl.estimator)
-    if options.importance is not None and getattr(args, "use_tis", False):
-        ours |= {f"tis_clip{end}": (f"importance.{side}", getattr(options.importance, side)) for end, side in _TIS_CLIP}
-    for key, (name, own) in ours.items():
-        value = getattr(args, key, None)
-        if value and value not in (own, _DEFAULTS.get(key)):
+    weighted = options.importance is not None and bool(read_setting(args, "use_tis"))
+    read = {"kl_loss_type": options.kl is not None, "tis_clip": weighted, "tis_clip_low": weighted}
+    for key, default, (name,) in _OPTIONS:
+        value, own = read_setting(args, key), read_setting(options, name)
+        own = own is not None if key == "use_tis" else default if own is None else own
+        if value and read.get(key, True) and value not in (own, default):
             raise ValueError(
                 f"{key} = {value!r}, but the loss has {name} = {own!r}; give the loss what slime's own would have"
             )

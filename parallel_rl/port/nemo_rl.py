@@ -12,7 +12,7 @@ from parallel_rl.losses.preference import DPOLossConfig
 from parallel_rl.port.nemo_rl_advantages import advantages_of
 from parallel_rl.port.nemo_rl_keys import TABLE
 from parallel_rl.port.nemo_rl_optimizer import optimizer_of
-from parallel_rl.port.nemo_rl_run import run_of, shape_of, steps_of
+from parallel_rl.port.nemo_rl_run import ranks_of, run_of, shape_of, steps_of
 from parallel_rl.port.ported import OF_DIFFERENT_REWARDS, Ported, Reader, Tree, ported, reader_of
 
 _CLIPPED = {field.name: field.default for field in fields(ClippedPGLossConfig)}
@@ -49,7 +49,7 @@ def from_nemo_rl(config: Mapping[str, object]) -> Ported:
     if run.flag("only_unmask_final"):
         why = "set data.mask_history: true, which learns the last answer alone, too"
         run.leave("only_unmask_final", why, "data.mask_history")
-    return ported("NeMo-RL", config, ours, root, TABLE)
+    return ported("NeMo-RL", config, ours, root, TABLE, ranks_of(root))
 
 
 def _objective(root: Reader) -> tuple[str, str]:

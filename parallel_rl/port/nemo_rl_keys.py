@@ -95,6 +95,9 @@ _GROUPS = (
      "real_quant_ignore"),
     ("policy.generation", "unsupported", "", "every token may be drawn", "bad_words"),
     ("teacher", "equal", "distillation.teacher", "null", "none"),
+    ("teacher", "no_effect", "", "the student's tokenizer serves both", "tokenizer"),
+    ("teacher", "no_effect", "", "a teacher is not trained, and draws nothing", "generation optimizer scheduler max_grad_norm "
+     "megatron_cfg.optimizer megatron_cfg.scheduler train_global_batch_size train_micro_batch_size"),
     # checkpoints and logs
     ("checkpointing", "unsupported", "", "the newest checkpoints stay, not the best", "metric_name higher_is_better"),
     ("checkpointing", "no_effect", "", "a checkpoint has all that a run needs to go on", "save_optimizer model_save_format "

@@ -61,9 +61,7 @@ def _of_torch(owner: Reader, ours: str, updates: int) -> Tree:
     else:
         made["betas"] = [0.9, 0.999]
     name = str(section.get("name", "AdamW"))
-    section.note(
-        "name", "equal" if name.endswith("AdamW") else "unsupported", why="AdamW" if name.endswith("AdamW") else ""
-    )
+    section.note("name", "equal" if name.endswith(("AdamW", "FusedAdam")) else "unsupported", why="AdamW")
     if "max_grad_norm" in owner.section:
         made["clip"] = number(owner.get("max_grad_norm", ours=f"{ours}.clip")) or None
     return made | _torch_schedule(owner, ours, made["lr"], updates)

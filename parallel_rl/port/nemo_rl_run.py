@@ -147,14 +147,20 @@ def _tokenizer(given: Reader) -> Tree:
     return tokenizer
 
 
-def _sharing(root: Reader, megatron: Reader, layout: Tree) -> Tree:
-    """Turn on what data and context ranks share, if the cluster leaves more than one of them."""
+def ranks_of(root: Reader) -> int:
+    """Count the cluster's ranks that train; 0 if it does not say."""
     cluster, colocated = root.below("cluster"), root.below("policy").below("generation").below("colocated")
-    ranks = number(cluster.get("num_nodes", 1)), number(cluster.get("gpus_per_node"))
-    size = int((ranks[0] or 1) * (ranks[1] or 1))
+    nodes, gpus = number(cluster.get("num_nodes", 1)) or 1, number(cluster.get("gpus_per_node")) or 0
+    size = nodes * gpus
     if colocated.section.get("enabled") is False:
         taken = colocated.below("resources")
-        size -= int((number(taken.get("num_nodes")) or 1) * (number(taken.get("gpus_per_node")) or ranks[1] or 1))
+        size -= (number(taken.get("num_nodes")) or 1) * (number(taken.get("gpus_per_node")) or gpus)
+    return max(int(size), 0)
+
+
+def _sharing(root: Reader, megatron: Reader, layout: Tree) -> Tree:
+    """Turn on what data and context ranks share, if the cluster leaves more than one of them."""
+    size = ranks_of(root)
     for name in ("tensor", "pipeline"):
         size //= number(layout.get(name, 1)) or 1  # type: ignore[assignment]
     sharing: Tree = {}

@@ -18,6 +18,17 @@ OF_DIFFERENT_REWARDS = (
 )
 
 
+# by objective, the keys of its sizes and models; the first one is the batch that data ranks share
+_SIZES = {
+    "rl": ("prompts", "group_size"), "preference": ("pairs",), "sft": ("batch_size",),
+    "distillation": ("batch_size", "teacher"),
+}  # fmt: skip
+_OF_EXPERTS = {
+    "": "a run needs it with parallel.expert",
+    ".update": "with parallel.expert the evaluation draws from servers that have the trainer's weights",
+}
+
+
 @dataclass(frozen=True)
 class Ported:
     """A config in our keys, and what its reader should know.
@@ -120,34 +131,59 @@ def reader_of(config: Mapping[str, object]) -> Reader:
     return Reader("", config, {"dropped": [], "differs": [], "left": []})
 
 
-def ported(framework: str, config: Mapping[str, object], ours: Tree, root: Reader, table: Table) -> Ported:
-    """Account for every key of `config`, and collect the remarks."""
+def ported(
+    framework: str, config: Mapping[str, object], ours: Tree, root: Reader, table: Table, ranks: int = 0
+) -> Ported:
+    """Account for every key of `config`, whose cluster has so many ranks (0: unknown), and collect the remarks."""
     said = {kind: tuple(lines) for kind, lines in root.said.items()}
     missing = [key for key in _needs(ours) if lacks(ours, key)]
     rows = root.ledger.rows(config, ours, table, missing)
     yours = {row.ours for row in rows if row.kind == "yours"}
-    why = {key: "a run needs it with parallel.expert" for key in missing if key.endswith(".server")}
+    why = {key: _OF_EXPERTS[key.partition(".server")[2]] for key in missing if ".server" in key}
     rows += tuple(
         Row("", None, "yours", key, why.get(key, NEEDED)) for key in missing if key in why or key not in yours
     )
+    rows += _uneven(ours, ranks)
     return Ported(framework, ours, **said, unknown=root.ledger.unknown(config, table), rows=rows)
+
+
+def _uneven(ours: Tree, ranks: int) -> tuple[Row, ...]:
+    """Name the layout that does not divide the cluster's ranks, or the batch that does not divide among its data ranks."""
+    objective = next((name for name in _SIZES if name in ours), "")
+    section, layout = ours.get(objective), ours.get("parallel", {})
+    if not ranks or not isinstance(section, dict) or not isinstance(layout, dict):
+        return ()
+    sizes = {"expert_tensor": layout.get("tensor", 1), **layout}
+    whole, experts = (
+        {name: int(sizes.get(name, 1)) for name in names}
+        for names in (("tensor", "context", "pipeline"), ("expert_tensor", "expert", "pipeline"))
+    )
+    for names in (whole, experts) if "expert" in layout else (whole,):
+        unit = math.prod(names.values())
+        if ranks % unit:
+            why = f"the cluster's {ranks} ranks are no multiple of {' × '.join(names)} = {unit}"
+            return (Row("", None, "yours", "parallel", why),)
+    key, data = _SIZES[objective][0], ranks // math.prod(whole.values())
+    batch = (section.get(key) or 0) // section.get("updates", 1)
+    if not batch % data:
+        return ()
+    why = f"{batch} an update do not divide among the cluster's {data} data ranks: start fewer ranks, or take more"
+    return (Row("", None, "yours", f"{objective}.{key}", why),)
 
 
 def _needs(ours: Tree) -> list[str]:
     """List the keys that a run with these sections needs."""
-    sizes = {
-        "rl": ("prompts", "group_size"), "preference": ("pairs",), "sft": ("batch_size",),
-        "distillation": ("batch_size", "teacher"),
-    }  # fmt: skip
-    objective = next((name for name in sizes if name in ours), None)
+    objective = next((name for name in _SIZES if name in ours), None)
     if objective is None:
         return []
     drawn = objective == "rl" or holds(ours, "distillation.rows")
     source = {"preference": "pairs", "sft": "examples"}.get(objective, "train" if drawn else "examples")
     needs = ["run.dir", "tokenizer.hf", "model.hf", f"data.{source}"]
-    needs += [f"{objective}.{key}" for key in ("steps", "optimizer.lr", *sizes[objective])]
+    needs += [f"{objective}.{key}" for key in ("steps", "optimizer.lr", *_SIZES[objective])]
     needs += ["data.held_out"] if "evaluation" in ours else []
-    return needs + ([f"{objective}.server"] if drawn and holds(ours, "parallel.expert") else [])
+    if drawn and holds(ours, "parallel.expert"):
+        needs += [f"{objective}.server"] + ([f"{objective}.server.update"] if "evaluation" in ours else [])
+    return needs
 
 
 def number(value: object) -> float | int | None:

@@ -11,7 +11,8 @@ from parallel_rl.config.yaml_files import parsed
 from parallel_rl.port.ported import Tree
 
 _REFERENCE = re.compile(r"\$\{([.A-Za-z_][\w.]*)\}")
-_SELECTED = re.compile(r"\$\{oc\.select:([A-Za-z_][\w.]*)(?:,([^{}]*|\{\}))?\}")  # a key, or else the value after it
+# a key, or else the value after it, which may be such a reference itself
+_SELECTED = re.compile(r"\$\{oc\.select:([.A-Za-z_][\w.]*)(?:,([^{}]*|\{\}|\s*\$\{.*\}\s*))?\}", re.DOTALL)
 _INNER = re.compile(r"\$\{(?:(add|mul|div|max):)?([^{}:]*)\}")
 _CALLS: Mapping[str, Callable[[float, float], float]] = {
     "add": operator.add, "mul": operator.mul, "div": operator.truediv, "max": max
@@ -23,8 +24,8 @@ Known = dict[tuple[str, ...], tuple[object] | None]
 def read_host_config(path: Path) -> Tree:
     """Read a YAML file on top of those that its key `defaults` names (NeMo-RL's way), with its references resolved.
 
-    They are ${a.b}, ${..b} and ${oc.select:a.b,c}, and of two numbers ${add:a,b}, ${mul:a,b}, ${div:a,b} and ${max:a,b}. A text
-    with any other (${oc.env:HOME}) stays as it is.
+    They are ${a.b}, ${..b} and ${oc.select:a.b,c}, where c may be a reference too, and of two numbers ${add:a,b}, ${mul:a,b},
+    ${div:a,b} and ${max:a,b}. A text with any other (${oc.env:HOME}) stays as it is.
     Of verl, whose groups of files Hydra joins, the joined config is wanted, which a run writes to .hydra/config.yaml.
 
     Raises:
@@ -78,8 +79,8 @@ def _resolved(value: object, tree: Tree, place: tuple[str, ...], known: Known) -
     if not isinstance(value, str):
         return value
     selected = _SELECTED.fullmatch(value)
-    if selected is not None and not _holds(tree, selected[1].split(".")):
-        return None if selected[2] is None else parsed(selected[2])
+    if selected is not None and not _holds(tree, _keys(selected[1], place)):
+        return None if selected[2] is None else _resolved(parsed(selected[2]), tree, place, known)
     whole = _REFERENCE.fullmatch(value) or selected
     return _within(value, tree, place, known) if whole is None else _followed(whole[1], tree, place, known)
 

@@ -149,6 +149,9 @@ class _Account:
             other = _at(self.config, alias[0])
             if other == value:
                 return Fate("equal", why=f"as {alias[0]}")
+            there = self.table.find(alias[0])
+            if there is not None and there[1].kind in ("no_effect", "equal"):
+                return there[1]
             return Fate("no_effect" if value in ({}, [], None) else "unsupported", why=alias[1])
         return Fate("no_effect", why="empty")
 

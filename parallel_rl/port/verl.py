@@ -9,9 +9,9 @@ from parallel_rl.config.strict import configure
 from parallel_rl.losses.policy_config import PolicyLossConfig
 from parallel_rl.port import verl_keys
 from parallel_rl.port.ported import Ported, Reader, Tree, ported, reader_of
-from parallel_rl.port.verl_advantages import advantages_of, dynamic_sampling, kl_in_reward, weigh_baseline
+from parallel_rl.port.verl_advantages import advantages_of, dynamic_sampling, kl_in_reward, overlong, weigh_baseline
 from parallel_rl.port.verl_keys import TABLE
-from parallel_rl.port.verl_run import optimizer_of, run_of, steps_of
+from parallel_rl.port.verl_run import optimizer_of, ranks_of, run_of, steps_of
 
 _SEQUENCE_MEAN = ("sapo", "geo_mean")
 # gspo bounds the sum of its exponent from above alone; the others leave the log-ratio
@@ -29,12 +29,15 @@ def from_verl(config: Mapping[str, object]) -> Ported:
     joint = root.below("actor_rollout_ref")
     actor, rollout, data = joint.below("actor"), joint.below("rollout"), root.below("data")
     algorithm = root.below("algorithm")
-    options = _loss(actor, data)
-    _correction(algorithm.below("rollout_correction"), options)
+    correction = algorithm.below("rollout_correction")
+    bypassed = _bypassed(correction, actor.below("policy_loss"))
+    options = _loss(actor, data, bypassed)
+    _correction(correction, options, bypassed)
     configure(PolicyLossConfig, options, actor.where)
     advantages = advantages_of(algorithm)
     weigh_baseline(advantages, options.get("importance"), algorithm)
     rl: Tree = {"loss": {"name": "policy", "options": options}, "advantages": advantages}
+    rl |= {"prev_logprobs": "generation"} if bypassed else {}
     rl |= kl_in_reward(algorithm, advantages)
     prompts, group = data.get("train_batch_size", 1024, "rl.prompts"), rollout.get("n", 1, "rl.group_size")
     rl |= {key: size for key, size in (("prompts", prompts), ("group_size", group)) if size is not None}
@@ -60,8 +63,10 @@ def from_verl(config: Mapping[str, object]) -> Ported:
     for section, key in ((root.below("distillation"), "enabled"), (algorithm, "use_pf_ppo")):
         if section.flag(key):
             section.leave(key, "not carried over by this port")
-    rl |= dynamic_sampling(algorithm)
-    return ported("verl", config, {"rl": rl} | run_of(root), root, TABLE)
+    if not algorithm.flag("use_pf_ppo"):
+        algorithm.below("pf_ppo").off("without use_pf_ppo")
+    rl |= dynamic_sampling(algorithm) | overlong(root)
+    return ported("verl", config, {"rl": rl} | run_of(root), root, TABLE, ranks_of(trainer))
 
 
 def _critic_of(root: Reader, rl: Tree, updates: int) -> None:
@@ -79,10 +84,27 @@ def _critic_of(root: Reader, rl: Tree, updates: int) -> None:
     rl["critic"] = critic | ({"warmup_steps": warmup} if warmup is not None else {})
 
 
-def _loss(actor: Reader, data: Reader) -> Tree:
+def _bypassed(correction: Reader, policy: Reader) -> bool:
+    """Whether the sampler's log-probs are those of the old policy, which the plain clipped loss alone takes there."""
+    kind = correction.get("loss_type", "ppo_clip")
+    correction.note("loss_type", "no_effect", why="without bypass_mode")
+    if not correction.flag("bypass_mode", "rl.prev_logprobs"):
+        return False
+    correction.note("loss_type", "equal", "rl.prev_logprobs", "clipped ratio of the policy and the sampler")
+    if kind != "ppo_clip":
+        correction.leave("loss_type", "a ratio of the policy and the sampler weighs no other loss here")
+        correction.leave("bypass_mode", f"with loss_type = {kind!r}")
+        return False
+    policy.note("loss_mode", "equal", "rl.loss.options.surrogate.name", "the clipped ratio")
+    if policy.get("loss_mode", "vanilla") != "vanilla":
+        policy.drop("loss_mode", "with rollout_correction.bypass_mode")
+    return True
+
+
+def _loss(actor: Reader, data: Reader, bypassed: bool) -> Tree:
     policy = actor.below("policy_loss")
     ours = "rl.loss.options.surrogate"
-    mode = str(policy.get("loss_mode", "vanilla", f"{ours}.name"))
+    mode = "vanilla" if bypassed else str(policy.get("loss_mode", "vanilla", f"{ours}.name"))
     clip = actor.get("clip_ratio", 0.2)
     bounds = {f"clip_{side}": actor.get(f"clip_ratio_{side}", ours=f"{ours}.clip_{side}") for side in ("low", "high")}
     actor.note("clip_ratio", "no_effect", why="with clip_ratio_low and clip_ratio_high")
@@ -219,9 +241,20 @@ def _entropy_and_kl(actor: Reader) -> Tree:
     return {**out, "kl": {"coefficient": coefficient, "estimator": estimator, "gradient": gradient}}
 
 
-def _correction(given: Reader, options: Tree) -> None:
-    """rollout_is and rollout_rs of verl's rollout correction."""
-    ours = "rl.loss.options.importance"
+def _correction(given: Reader, options: Tree, bypassed: bool) -> None:
+    """Read rollout_is and rollout_rs of verl's rollout correction."""
+    ours, rules = "rl.loss.options.importance", "rl.loss.options.rejection.rules"
+    given.note("rollout_rs_threshold", "yours" if given.get("rollout_rs") else "no_effect", rules, "of rollout_rs")
+    if given.get("rollout_rs") and bypassed:
+        given.leave(
+            "rollout_rs", "with bypass_mode of the policy and the sampler; here of the old policy and the sampler"
+        )
+    elif given.get("rollout_rs"):
+        given.leave("rollout_rs", "write it as rejection.rules by hand", rules)
+    if bypassed:
+        for key in ("rollout_is", "rollout_is_threshold", "rollout_is_batch_normalize"):
+            given.note(key, "no_effect", why="with bypass_mode, whose ratio has it")
+        return
     weights = given.get("rollout_is", ours=f"{ours}.level")
     high = given.get("rollout_is_threshold", 2.0, f"{ours}.high")
     normalized = given.flag("rollout_is_batch_normalize", f"{ours}.normalize")
@@ -252,10 +285,6 @@ def _correction(given: Reader, options: Tree) -> None:
     else:
         for key in ("rollout_is_threshold", "rollout_is_batch_normalize"):
             given.note(key, "no_effect", why="without rollout_is")
-    if given.get("rollout_rs"):
-        given.leave("rollout_rs", "write it as rejection.rules by hand", "rl.loss.options.rejection.rules")
-    if given.get("bypass_mode"):
-        given.leave("bypass_mode", "no counterpart")
 
 
 def _critic(critic: Reader, actor: Reader, data: Reader) -> Tree:

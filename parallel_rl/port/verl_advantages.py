@@ -86,6 +86,30 @@ def dynamic_sampling(algorithm: Reader) -> Tree:
     return {"dynamic_sampling": {"max_rounds": max(rounds, 2)} if isinstance(rounds, int) and rounds > 0 else {}}
 
 
+def overlong(root: Reader) -> Tree:
+    """Read the penalty of long completions of the reward manager "dapo", where its releases have it."""
+    older, longest = root.below("reward_model"), root.below("data").get("max_response_length", 512)
+    places = [(older.below("overlong_buffer"), longest)]
+    for section in (older, root.below("reward")):
+        options = section.below("reward_kwargs")
+        places.append(
+            (options.below("overlong_buffer_cfg"), options.get("max_resp_len", ours="rl.overlong.max_length"))
+        )
+        if not options.below("overlong_buffer_cfg").flag("enable"):
+            options.off("without overlong_buffer_cfg.enable")
+    made: Tree = {}
+    for section, most in places:
+        names = {"buffer": "len", "factor": "penalty_factor"}
+        given = {key: section.get(name, ours=f"rl.overlong.{key}") for key, name in names.items()}
+        section.note("log", "no_effect", why="of its reports")
+        if not section.flag("enable", "rl.overlong"):
+            section.off(f"without {section.where}.enable")
+        elif not made:
+            made = {"overlong": {"name": "dapo", "bounded": False, "max_length": most, **given}}
+            section.differ(f"{section.where}: its penalty goes on growing beyond the longest response (bounded: false)")
+    return made
+
+
 def kl_in_reward(algorithm: Reader, advantages: Tree) -> Tree:
     """Options of the section rl; the coefficient joins the estimator's."""
     control, kind = algorithm.below("kl_ctrl"), str(algorithm.get("kl_penalty", "kl", "rl.reward_kl"))

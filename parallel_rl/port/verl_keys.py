@@ -23,11 +23,14 @@ _GROUPS = (
     ("", "no_effect", "", "torchrun or Slurm starts the ranks", "ray_kwargs *.nccl_timeout"),
     ("", "no_effect", "", "the way data takes between its processes", "transfer_queue"),
     ("", "yours", "reward", "a checker by name or a server; see docs/rewards.md", "custom_reward_function reward reward_model "
-     "reward_manager sandbox_fusion data.reward_fn_key"),
-    ("", "unsupported", "", _NO_COUNTERPART, "distillation skip algorithm.pf_ppo algorithm.use_pf_ppo "
-     "algorithm.gdpo_reward_keys"),
-    ("algorithm.rollout_correction", "no_effect", "", "without rollout_rs", "rollout_rs_threshold"),
-    ("algorithm.rollout_correction", "unsupported", "", _NO_COUNTERPART, "loss_type=ppo_clip bypass_mode rollout_rs"),
+     "reward_manager reward.reward_model sandbox_fusion data.reward_fn_key reward_model.reward_manager=naive "
+     "reward_model.reward_kwargs reward_model.reward_loop_source=register"),
+    ("", "no_effect", "", _SPEED, "reward.num_workers reward.sandbox_fusion.max_concurrent "
+     "reward.sandbox_fusion.memory_limit_mb sandbox_fusion.max_concurrent sandbox_fusion.memory_limit_mb "
+     "reward_model.num_workers reward_model.launch_reward_fn_async reward_model.use_reward_loop"),
+    ("", "unsupported", "", _NO_COUNTERPART, "distillation skip skip.rollout skip.rollout_tq "
+     "skip.async_rollout algorithm.pf_ppo algorithm.use_pf_ppo algorithm.gdpo_reward_keys"),
+    ("algorithm.rollout_correction", "unsupported", "", _NO_COUNTERPART, "rollout_rs"),
     ("algorithm.filter_groups", "no_effect", "", "prompts stay by the mean of their rewards", "metric "
      "max_inflight_gen_batches"),
     (_JOINT, "no_effect", "", _SPEED, "hybrid_engine"),
@@ -76,8 +79,6 @@ _GROUPS = (
      "router_replay.replay_file"),
     (f"{_ACTOR}.fsdp_config", "no_effect", "", "master weights are float32", "model_dtype"),
     (f"{_ACTOR}.fsdp_config", "equal", "", "the numbers do not depend on the layout", "full_determinism"),
-    (f"{_ACTOR}.fsdp_config", "no_effect", "parallel.context", "actor.ulysses_sequence_parallel_size has it",
-     "ulysses_sequence_parallel_size"),
     (f"{_ACTOR}.megatron", "no_effect", "", _SPEED, "param_offload grad_offload optimizer_offload use_dist_checkpointing "
      "dist_checkpointing_path dist_checkpointing_prefix use_mbridge vanilla_mbridge use_remove_padding forward_only "
      "override_ddp_config dynamic_context_parallel max_seqlen_per_dp_cp_rank use_megatron_fsdp "
@@ -86,7 +87,23 @@ _GROUPS = (
     (f"{_ACTOR}.megatron", "unsupported", "", "stages have equally many layers", "virtual_pipeline_model_parallel_size=1"),
     (f"{_ACTOR}.megatron", "unsupported", "", "the model is as its folder says", "override_mcore_model_config "
      "override_transformer_config"),
-    (f"{_ACTOR}.megatron", "no_effect", "", _SPEED, "override_transformer_config.attention_backend"),
+    (f"{_ACTOR}.megatron", "no_effect", "", _SPEED, " ".join(
+        f"override_transformer_config.{name}" for name in (
+            "apply_rope_fusion", "attention_backend", "bias_activation_fusion", "bias_dropout_fusion",
+            "deallocate_pipeline_outputs", "gradient_accumulation_fusion", "masked_softmax_fusion", "moe_enable_deepep",
+            "moe_grouped_gemm", "moe_permute_fusion", "moe_shared_expert_overlap", "moe_token_dispatcher_type",
+            "persist_layer_norm", "use_flash_attn", "use_fused_rmsnorm", "use_fused_swiglu",
+        )
+    )),
+    (f"{_ACTOR}.megatron", "no_effect", "parallel", "actor.megatron has it",
+     "override_transformer_config.context_parallel_size override_transformer_config.sequence_parallel "
+     "override_transformer_config.use_distributed_optimizer"),
+    (f"{_ACTOR}.megatron", "unsupported", "", "stages have equally many layers", " ".join(
+        f"override_transformer_config.{name}" for name in (
+            "account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split", "pipeline_model_parallel_layout",
+            "num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage",
+        )
+    )),
     # the model
     (_MODEL, "no_effect", "", _SPEED, "use_shm enable_activation_offload use_liger fused_kernel_options tiled_mlp"),
     (_MODEL, "unsupported", "", _WEIGHTS, "lora_rank lora_adapter_path lora.rank lora.adapter_path"),

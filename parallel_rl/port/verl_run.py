@@ -16,7 +16,7 @@ def run_of(root: Reader) -> Tree:
     actor, model, trainer = joint.below("actor"), joint.below("model"), root.below("trainer")
     megatron, fsdp = actor.below("megatron"), actor.below("fsdp_config")
     by_megatron = actor.get("strategy", ours="parallel") == "megatron"
-    of_megatron, context = layout_of(megatron), actor.get("ulysses_sequence_parallel_size", 1, "parallel.context")
+    of_megatron, context = layout_of(megatron), _context(actor, fsdp)
     if by_megatron:
         layout = of_megatron
         fsdp.off("with strategy = 'megatron'")
@@ -57,6 +57,17 @@ def run_of(root: Reader) -> Tree:
     return ours | _evaluation(trainer, joint.below("rollout").below("val_kwargs")) | _data(data, trainer)
 
 
+def _context(actor: Reader, fsdp: Reader) -> object:
+    """Return the size of Ulysses' sequence parallelism; above 1 the actor's older key wins."""
+    key, ours = "ulysses_sequence_parallel_size", "parallel.context"
+    older, size = actor.get(key, 1, ours), fsdp.get(key, 1, ours)
+    if older in (None, 1):
+        actor.note(key, "equal", ours, "fsdp_config has it")
+        return size
+    fsdp.note(key, "no_effect", ours, "the actor's own has it")
+    return older
+
+
 def _model(model: Reader, megatron: Reader, by_megatron: bool) -> Tree:
     made: Tree = {}
     if model.get("path", ours="model.hf"):
@@ -78,7 +89,13 @@ def _model(model: Reader, megatron: Reader, by_megatron: bool) -> Tree:
         made["recompute"] = {name: again[name] for name in ("granularity", *others) if again[name] is not None}
     if model.flag("use_fused_kernels", "model.fused_head"):
         made["fused_head"] = True
-    return made
+    coefficient, kind = given.get("moe_aux_loss_coeff", 0), given.get("moe_router_load_balancing_type")
+    balances = bool(by_megatron and coefficient and kind == "aux_loss")
+    why = "" if balances else "if the model's own router balances by it"
+    if kind == "aux_loss":
+        given.note("moe_router_load_balancing_type", "equal", "model.aux_loss")
+    given.note("moe_aux_loss_coeff", "carried" if balances else "yours", "model.aux_loss", why)
+    return made | ({"aux_loss": coefficient} if balances else {})
 
 
 def _tokenizer(model: Reader, data: Reader, folder: object) -> Tree:
@@ -132,10 +149,14 @@ def _sampling(rollout: Reader, data: Reader) -> Tree:
     return sampling
 
 
+def ranks_of(trainer: Reader) -> int:
+    """Count the cluster's ranks; 0 if it does not say."""
+    return int((number(trainer.get("nnodes", 1)) or 1) * (number(trainer.get("n_gpus_per_node")) or 0))
+
+
 def _sharing(trainer: Reader, megatron: Reader, layout: Tree) -> Tree:
     """Turn on the distributed optimizer, if there is more than one data × context rank."""
-    name = "use_distributed_optimizer"
-    size = int((number(trainer.get("nnodes", 1)) or 1) * (number(trainer.get("n_gpus_per_node", 1)) or 1))
+    name, size = "use_distributed_optimizer", ranks_of(trainer)
     for key in ("tensor", "pipeline"):
         part = layout.get(key, 1)
         size //= part if isinstance(part, int) else 1
@@ -235,6 +256,8 @@ def _run(trainer: Reader) -> Tree:
         made["resume"] = "never"
     elif resume not in (None, "auto"):
         trainer.leave("resume_mode", "a folder of weights to begin with", "run.init_from")
+    if resume != "resume_path":
+        trainer.note("resume_from_path", "no_effect", why="without resume_mode = 'resume_path'")
     return made
 
 

@@ -209,6 +209,12 @@ def test_the_layout_of_megatron_in_verl() -> None:
     ported = of_verl(actor={**actor, "strategy": "megatron"})
     assert ported.config["parallel"] == {"tensor": 2, "context": 4, "sequence_parallel": True}
     assert ported.config["batch"] == {"packing": True, "tokens": 4000} and not ported.unknown
+    again = of_verl(actor={"fsdp_config": {"ulysses_sequence_parallel_size": 4}, "ulysses_sequence_parallel_size": 1})
+    assert again.config["parallel"] == {"context": 4}  # the actor's key is the older one
+    router = {"moe_aux_loss_coeff": 0.01, "moe_router_load_balancing_type": "aux_loss", "moe_grouped_gemm": True}
+    moe = of_verl(actor={"strategy": "megatron", "megatron": {"override_transformer_config": router}})
+    kinds = [row.kind for row in moe.rows if ".override_transformer_config." in row.key]
+    assert moe.config["model"]["aux_loss"] == 0.01 and kinds == ["carried", "equal", "no_effect"]  # type: ignore[index]
     fsdp = of_verl(actor={**actor, "strategy": "fsdp"}).config
     assert "parallel" not in fsdp and fsdp["batch"] == {"packing": True, "tokens": 1000}
 
@@ -246,10 +252,14 @@ def test_references_with_another_value_as_verl_writes_them(tmp_path: Path) -> No
     """Its own config of a run with a critic, whose aggregation is such a text, was refused."""
     select = "${oc.select:actor_rollout_ref.actor.%s}"
     critic = {"loss_agg_mode": select % "loss_agg_mode,token-mean", "cliprange_value": select % "clip_value, 0.25"}
-    text = {**VERL_PPO, "critic": critic, "skip": {"gone": select % "gone"}}
+    skip = {
+        "gone": select % "gone", "near": "${oc.select:.none,null}", "here": "${oc.select:.steps,7}", "steps": 5,
+        "nested": f"${{oc.select:a.b, {select % 'clip_value'}}}", "other": "${oc.select:a.b,${oc.select:.steps, null}}",
+    }  # fmt: skip
+    text = {**VERL_PPO, "critic": critic, "skip": skip}
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(text))
     tree = read_host_config(tmp_path / "config.yaml")
-    assert tree["skip"] == {"gone": None}
+    assert tree["skip"] == {"gone": None, "near": None, "here": 5, "steps": 5, "nested": None, "other": 5}
     made = configure(RLConfig, {**options_of(tree).config["rl"], "steps": 1, "optimizer": {"lr": 1e-3}})  # type: ignore[dict-item]
     assert made.critic is not None
     assert made.critic.loss.options == {"cliprange": 0.25, "aggregation": "seq-mean-token-mean"}

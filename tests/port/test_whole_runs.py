@@ -201,7 +201,48 @@ def test_experts_need_servers() -> None:
     config["policy"]["megatron_cfg"]["expert_model_parallel_size"] = 4  # type: ignore[index]
     ported = options_of(config)
     assert "tokens" not in ported.config["batch"]  # type: ignore[operator]
-    assert "rl.server" in {row.ours for row in ported.rows if row.kind == "yours"}
+    assert {"rl.server", "rl.server.update"} <= {row.ours for row in ported.rows if row.kind == "yours"}
+    config["grpo"] |= {"val_period": 0, "val_at_start": False}
+    assert "rl.server.update" not in {row.ours for row in options_of(config).rows}
+
+
+def test_a_batch_that_the_cluster_does_not_share_evenly() -> None:
+    """`check` refused 8 prompts an update on 32 data ranks, and the report had said nothing."""
+    config = copy.deepcopy(GRPO)
+    config["cluster"] = {"num_nodes": 8, "gpus_per_node": 8}
+    [row] = [row for row in options_of(config).rows if not row.key and row.ours == "rl.prompts"]
+    assert row.kind == "yours" and row.why.startswith("8 an update do not divide among the cluster's 32 data ranks")
+    config["cluster"]["num_nodes"] = 2
+    assert all(row.ours != "rl.prompts" or row.key for row in options_of(config).rows)
+    config["policy"]["megatron_cfg"] |= {"expert_model_parallel_size": 16, "expert_tensor_parallel_size": 2}  # type: ignore[index]
+    [row] = [row for row in options_of(config).rows if not row.key and row.ours == "parallel"]
+    assert row.why == "the cluster's 16 ranks are no multiple of expert_tensor × expert × pipeline = 32"
+    verl = copy.deepcopy(VERL_PPO)
+    verl["trainer"]["nnodes"] = 16  # type: ignore[index]
+    assert any(not row.key and row.ours == "rl.prompts" for row in options_of(verl).rows)
+
+
+def test_what_a_teacher_and_a_critic_do_not_read() -> None:
+    """Keys of speed that the policy leaves out were called unsupported there."""
+    teacher = {
+        "model_name": "t",
+        "tokenizer": {"name": "t"},
+        "generation": {"temperature": 2.0},
+        "train_global_batch_size": 9,
+    }
+    teacher |= {"logprob_batch_size": 2, "precision": "float32"}
+    distilled = {
+        "distillation": {"topk_logits_k": 8},
+        "loss_fn": {"kl_type": "forward"},
+        "policy": POLICY,
+        "teacher": teacher,
+    }
+    kinds = {row.key: row.kind for row in options_of(distilled).rows}
+    assert {key for key in kinds if key.startswith("teacher.") and kinds[key] == "unsupported"} == {"teacher.precision"}
+    critic = {**VERL_PPO["critic"], "forward_max_token_len_per_gpu": 4096}  # type: ignore[dict-item]
+    assert {row.key: row.kind for row in options_of({**VERL_PPO, "critic": critic}).rows}[
+        "critic.forward_max_token_len_per_gpu"
+    ] == "no_effect"
 
 
 def test_an_unknown_key_names_the_nearest_one_alone() -> None:

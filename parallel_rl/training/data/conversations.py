@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
 from parallel_rl.config.json_text import brief, parse_json
+from parallel_rl.config.strict import closest
 from parallel_rl.training.data.format import Row, text_of
 from parallel_rl.training.tokenizer.protocol import Message, Tools
 
@@ -161,8 +161,7 @@ def messages_of(value: object, key: str) -> list[Message]:
 
 @lru_cache(maxsize=256)
 def _meant(key: str) -> str | None:
-    near = difflib.get_close_matches(key, _KEYS, n=1, cutoff=0.8)
-    return near[0] if near else None
+    return closest(key, _KEYS, cutoff=0.8)
 
 
 def unknown_keys(row: Row) -> list[str]:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from parallel_rl.config.json_text import brief
-from parallel_rl.config.strict import nearest
+from parallel_rl.config.strict import closest, nearest
 from parallel_rl.training.config.data import FIELDS
 from parallel_rl.training.tokenizer.protocol import Tokenizer
 
@@ -71,10 +70,8 @@ def pick(row: Row, known: Sequence[str], columns: Mapping[str, str]) -> tuple[di
     if not columns:
         for key in row:
             if key not in known:
-                meant = difflib.get_close_matches(
-                    key, row.keys() & {*known}, n=1, cutoff=0.8
-                )  # a slip, not another word
-                near = nearest(key, meant or [name for name in known if name not in row] or known)
+                meant = closest(key, row.keys() & {*known}, cutoff=0.8)  # a slip, not another word
+                near = nearest(key, [meant] if meant else [name for name in known if name not in row] or known)
                 if not near.startswith("did"):
                     near = f"valid: {', '.join(known)}"
                 raise ValueError(
@@ -102,10 +99,10 @@ def unread(row: Row, known: Sequence[str], columns: Mapping[str, str]) -> list[s
     read = [name for name in _needed(known, columns) if name not in columns]
     others = [key for key in row if key not in named and key not in read]
     for name in read:
-        near = difflib.get_close_matches(name, others, n=1, cutoff=0.8) if name not in row else []
-        if near and near[0] != f"{name}s":
+        near = None if name in row else closest(name, others, cutoff=0.8)
+        if near not in (None, f"{name}s"):
             raise ValueError(
-                f"the column {near[0]!r} is nearly {name!r}, which is missing. Rename it, or set data.columns.{name}: {near[0]}"
+                f"the column {near!r} is nearly {name!r}, which is missing. Rename it, or set data.columns.{name}: {near}"
             )
     return others
 
