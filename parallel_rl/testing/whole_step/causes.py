@@ -46,13 +46,14 @@ class Facts:
 
     Attributes:
         script: the step is the user's. heads: of multi-token prediction. experts: the model has some.
-        number: of weights in the whole model.
+        number: of weights that train in the whole model. frozen: some do not train.
     """
 
     script: bool
     heads: bool
     experts: bool
     number: int
+    frozen: bool
 
 
 def diagnose(seen: Sequence[Compared], bound: float, facts: Facts) -> list[StepFinding]:
@@ -153,7 +154,7 @@ def _groups(errors: Sequence[WeightError]) -> list[list[WeightError]]:
         if error.missing or error.factor is not None:
             key: object = (error.missing, round(error.factor or 0.0, 4))
         else:
-            key = " rank " in error.text
+            key = (math.isinf(error.error), " rank " in error.text)
         groups[key].append(error)
     ordered = sorted(groups.values(), key=len, reverse=True)
     if len(ordered) > 4:  # no factor holds for many: one finding with the worst weight first
@@ -171,6 +172,8 @@ def _listed(names: Sequence[str], number: int) -> str:
 def _of_gradient(one: Compared, group: Sequence[WeightError], facts: Facts) -> str:
     """Name the nearest known cause of a group of wrong gradients."""
     layout, first, names = one.layout, group[0], [error.name for error in one.gradients]
+    if math.isinf(first.error) and first.factor is None:
+        return "requires_grad differs between layouts; freeze by the name that a one-process model gives, not by place or rank"
     if first.missing == ("tensor",):
         return (
             "a weight that tensor ranks hold whole sees a part of the sequence on each; set sequence_parallel = True on it, so "
@@ -202,7 +205,7 @@ def _of_gradient(one: Compared, group: Sequence[WeightError], facts: Facts) -> s
         )
     if len(names) >= 0.9 * facts.number and (one.weighed or facts.script):
         return _of_counts(one)
-    return _of_factor(one, first)
+    return _of_factor(one, first, facts)
 
 
 def _of_counts(one: Compared) -> str:
@@ -226,9 +229,14 @@ def _of_counts(one: Compared) -> str:
     )
 
 
-def _of_factor(one: Compared, first: WeightError) -> str:
+def _of_factor(one: Compared, first: WeightError, facts: Facts) -> str:
     """Name the cause of one factor, or of an error that has none."""
     layout, factor = one.layout, first.factor
+    if factor is not None and abs(factor) < _NEAR and layout.recompute and facts.frozen:
+        return (
+            "full recomputation drops the gradients of layers whose input needs none, as behind a frozen embedding; have its "
+            "output need one: model.embedding.register_forward_hook(lambda module, args, out: out.requires_grad_())"
+        )
     if factor is not None and abs(factor) < _NEAR:
         return "the gradient is lost: a detached tensor, a frozen weight, or a reduction that leaves it out"
     sizes = {"tensor": layout.tp, "context": layout.cp, "data": layout.dp, "pipeline": layout.pp}
@@ -251,8 +259,12 @@ def _of_log(one: Compared) -> str:
 
 
 def _of_error(one: Compared) -> str:
+    if "gave no answer" in one.error:
+        return "one process runs the same step: a rank loops, or waits in a collective that another rank does not enter"
+    if one.layout.world == 1:
+        return "one process runs the step on padded rows in one micro-batch; other rows or settings break it"
+    if one.error.startswith("every rank"):
+        return "one process runs the same step: the sizes of a rank's part break it"
     return (
-        "one process runs the same step: a rank ends alone, or waits for one that does"
-        if one.layout.world > 1
-        else "the step itself"
+        "one process runs the same step: what this rank alone has, such as its stage, its shard or its rows, breaks it"
     )

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from parallel_rl.testing.pool import WorldError
 from parallel_rl.testing.whole_step.causes import Facts, diagnose
 from parallel_rl.testing.whole_step.compare import Compared
 from parallel_rl.testing.whole_step.layouts import StepLayout, check_layout, default_layouts
@@ -52,8 +53,10 @@ def check_subject(
         rows.append(row)
         if show is not None:
             show(f"{len(rows)}/{len(chosen)} {layout.name}")
-    number = len(next(iter(worlds.truths.values())).before)
-    findings = diagnose(rows, bound, Facts(subject.is_script, model.heads, model.experts, number))
+    truth = next(iter(worlds.truths.values()))
+    number = len(truth.gradients)
+    facts = Facts(subject.is_script, model.heads, model.experts, number, frozen=number < len(truth.before))
+    findings = diagnose(rows, bound, facts)
     notes += [f"{row.layout.name} was not run: {row.error}" for row in rows if row.refused]
     if subject.is_script and any(not row.layout.per_token for row in rows):
         notes.append(f"this config has calculate_per_token_loss = {model.per_token}; both settings were run")
@@ -81,6 +84,8 @@ def _worlds(
     try:
         worlds.truth(key)
     except ValueError as error:
+        if isinstance(error.__cause__, WorldError) and error.__cause__.silent:
+            raise
         worlds = Worlds(subject, layers, torch.float32, ranks)
         try:
             worlds.truth(key)

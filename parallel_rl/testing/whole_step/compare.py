@@ -46,7 +46,7 @@ class Compared:
         counted: the weight that was counted another number of times in the norm, with that number, if one explains it.
         moved: by what factor weights moved. loss_shift: the loss minus that of one process.
         weighed, weighed_factor: how the tokens of each part of the step weigh, if that explains the gradient.
-        error: that a rank ended in; `refused` if each rank ended in the same, before anything was compared.
+        error: that a rank ended in; `refused` if the layout is refused by name and was not run.
     """
 
     layout: StepLayout
@@ -87,12 +87,12 @@ def compare(layout: StepLayout, results: Sequence[RankResult], truth: Truth, bou
     worst = moved_error = 0.0
     moves = [0.0, 0.0]
     for name, copies in pieces.items():
-        found = _of_weight(name, copies, truth, whole, bound)
+        found = _frozen(name, copies, truth) or _of_weight(name, copies, truth, whole, bound)
         worst = max(worst, found.error if not math.isnan(found.error) else math.inf)
         if not found.error <= bound:
             errors.append(found)
         moved_error = max(moved_error, _of_update(name, copies, truth, whole, moves))
-    lost = sorted(set(truth.before) - set(pieces))
+    lost = sorted(set(truth.gradients) - set(pieces))
     if lost:
         worst = math.inf
         errors += [WeightError(name, math.inf, 0.0, "is on no rank") for name in lost]
@@ -101,7 +101,9 @@ def compare(layout: StepLayout, results: Sequence[RankResult], truth: Truth, bou
     metrics, loss_factor = _of_metrics(results, truth)
     loss = metrics.pop(_loss_name(truth), math.nan)
     several = [
-        (name, copies) for name, copies in pieces.items() if copies[0][1].cut is not None and copies[0][1].cut[2] > 1
+        (name, copies)
+        for name, copies in pieces.items()
+        if copies[0][1].cut is not None and copies[0][1].cut[2] > 1 and name in truth.gradients
     ]
     cut = {name for name, _ in several}
     off = not abs(norm - truth.norm) <= bound * truth.norm
@@ -125,12 +127,25 @@ def compare(layout: StepLayout, results: Sequence[RankResult], truth: Truth, bou
     )
 
 
+def _frozen(name: str, copies: Sequence[tuple[RankResult, Piece]], truth: Truth) -> WeightError | None:
+    """Find a weight that trains on this layout or on one process, and not on both; a weight frozen on both is right."""
+    trains = [piece.gradient is not None for _, piece in copies]
+    if name not in truth.gradients:
+        text = "trains on this layout and is frozen on one process"
+        return WeightError(name, math.inf, None, text) if any(trains) else WeightError(name, 0.0, 1.0, "")
+    if all(trains):
+        return None
+    ranks = "" if not any(trains) else f", on {len(trains) - sum(trains)} of {len(trains)} ranks that hold it"
+    return WeightError(name, math.inf, None, f"frozen on this layout{ranks}")
+
+
 def _of_weight(
     name: str, copies: Sequence[tuple[RankResult, Piece]], truth: Truth, whole: float, bound: float
 ) -> WeightError:
     wanted = truth.gradients[name]
     rows: list[tuple[Mapping[str, int], Tensor, Tensor]] = []
     for result, piece in copies:
+        assert piece.gradient is not None  # see _frozen
         right = part(wanted, piece.cut, piece.gradient.shape)
         rows.append((result.place, piece.gradient.double(), right.double()))
     size = math.sqrt(sum(float(right.square().sum()) for *_, right in rows))

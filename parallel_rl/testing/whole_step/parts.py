@@ -95,7 +95,8 @@ def _whole(results: Sequence[RankResult], truth: Mapping[str, Tensor]) -> dict[s
     copies: dict[str, list[tuple[object, Tensor]]] = defaultdict(list)
     for result in results:
         for piece in result.pieces:
-            copies[piece.name].append((piece.cut, piece.gradient.double()))
+            if piece.gradient is not None:
+                copies[piece.name].append((piece.cut, piece.gradient.double()))
     whole = {}
     for name, found in copies.items():
         by_cut: dict[object, Tensor] = {}

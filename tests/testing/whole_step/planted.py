@@ -166,8 +166,73 @@ def leaves(data_iterator: Iterator[dict[str, Tensor]], model: torch.nn.Module) -
     return forward_step(data_iterator, model)
 
 
+def raises_on_one(config: TransformerConfig, **stage: Any) -> GPTModel:
+    """A provider with an error on its second rank."""
+    if dist.get_rank() == 1:
+        raise KeyError("hidden")
+    return provider(config, **stage)
+
+
+def raises_on_all(data_iterator: Iterator[dict[str, Tensor]], model: torch.nn.Module) -> object:
+    """A script with an error on every rank of several."""
+    if dist.get_world_size() > 1:
+        raise ValueError("this text supports nothing")
+    return forward_step(data_iterator, model)
+
+
 def no_model(config: TransformerConfig) -> None:
     """A provider that forgets to return."""
+
+
+def two_models(config: TransformerConfig) -> list[GPTModel]:
+    """A policy and a critic."""
+    return [provider(config), provider(config)]
+
+
+def linear(config: TransformerConfig) -> torch.nn.Module:
+    """A model that is no GPTModel."""
+    return torch.nn.Linear(4, 4)
+
+
+def breaks(config: TransformerConfig) -> GPTModel:
+    """A provider that reads a field that is not there."""
+    return {}["hidden"]
+
+
+def without_stages(config: TransformerConfig, vocab_size: int) -> GPTModel:
+    """A provider of whole models."""
+    return provider(config, vocab_size=vocab_size)
+
+
+def megatrons_layers(config: TransformerConfig, pre_process: bool, post_process: bool, vocab_size: int) -> GPTModel:
+    """Megatron's local attention, which takes neither packed rows nor context ranks."""
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+
+    layers = get_gpt_layer_local_spec(normalization="RMSNorm")
+    return GPTModel(config, layers, vocab_size, 64, pre_process, post_process, position_embedding_type="rope")
+
+
+def half_frozen(config: TransformerConfig, **stage: Any) -> GPTModel:
+    """Matrices of layers and the embedding do not train; each layer's norm is scaled by a random buffer."""
+    model = provider(config, **stage)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad = "norm" in name or "output_layer" in name
+    for layer in model.decoder.layers:
+        layer.register_buffer("scale", torch.randn(config.hidden_size))
+        layer.input_layernorm.register_forward_hook(partial(_scale_norm, layer))
+    return model
+
+
+def _scale_norm(layer: torch.nn.Module, norm: torch.nn.Module, args: object, out: Tensor) -> Tensor:
+    return out * layer.scale
+
+
+def frozen_under_tensor_ranks(config: TransformerConfig, **stage: Any) -> GPTModel:
+    """One weight trains on one process alone."""
+    model = provider(config, **stage)
+    model.decoder.layers[0].mlp.linear_fc1.weight.requires_grad = config.tensor_model_parallel_size == 1
+    return model
 
 
 def bridge_provider() -> TransformerConfig:

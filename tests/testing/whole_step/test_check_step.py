@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -136,16 +137,59 @@ def test_megatrons_own_loss_of_the_heads_is_found() -> None:
     assert not report.ok and "#7498" in str(report), str(report)
 
 
-def test_a_rank_that_ends_is_named_and_nothing_hangs() -> None:
-    report = check_step(provider, dense_config, forward_step=planted.leaves, layouts=[StepLayout(dp=2)], timeout=60)
-    assert not report.ok and "rank 1: SystemExit: 3 on dp2.padded.mb4" in str(report)
+@pytest.mark.parametrize(
+    ("model", "script", "message"),
+    [
+        (provider, planted.leaves, r"rank 1: SystemExit: 3 at .*planted.py:\d+ \(leaves\) on dp2"),
+        (
+            planted.raises_on_one,
+            None,
+            r"every rank: rank 1: the provider .*planted:raises_on_one \(.*KeyError: 'hidden' at",
+        ),
+        (provider, planted.raises_on_all, r"every rank: this text supports nothing at .*\(raises_on_all\) on dp2"),
+    ],
+)
+def test_a_rank_that_fails_is_named_and_nothing_hangs(model: Any, script: Any, message: str) -> None:
+    """Also if it fails alike on all ranks, while other layouts are right."""
+    report = check_step(model, dense_config, forward_step=script, layouts=[StepLayout(), StepLayout(dp=2)], timeout=60)
+    assert not report.ok and [report.verdict(row) for row in report.rows][-2:] == ["ok", "error"], str(report)
+    assert re.search(message, str(report)), str(report)
     assert report.seconds < 60
+
+
+def test_a_layout_that_is_refused_by_name_is_not_run() -> None:
+    """Sizes that do not divide, attention that takes no context ranks or packed rows, a provider of whole models."""
+    refused = [StepLayout(pp=2), StepLayout(tp=4), StepLayout(cp=2), StepLayout(packed=True)]
+    report = check_step(planted.megatrons_layers, dense_config, layouts=refused)
+    assert report.ok and [report.verdict(row) for row in report.rows] == ["ok", *["not run"] * 3], str(report)
+    for text in ("num_query_groups = 2 at test size is not divisible by 4", "Context parallelism", "packed rows on"):
+        assert text in str(report), str(report)
+    report = check_step(planted.without_stages, dense_config, layouts=[StepLayout(), StepLayout(pp=2)])
+    assert report.ok and "without_stages" in str(report) and "takes no pre_process" in str(report), str(report)
+
+
+def test_frozen_weights_and_buffers_are_those_of_one_process() -> None:
+    layouts = [StepLayout(tp=2, sp=True, packed=True), StepLayout(pp=2), StepLayout(cp=2), StepLayout(recompute=True)]
+    report = check_step(planted.half_frozen, dense_config, layouts=layouts)
+    assert [report.verdict(row) for row in report.rows] == [*["ok"] * 3, "gradient"], str(report)
+    [finding] = report.findings
+    assert finding.factor == 0 and "behind a frozen embedding" in finding.cause  # Megatron's own fault
+    report = check_step(planted.frozen_under_tensor_ranks, dense_config, layouts=[StepLayout(tp=2)])
+    [finding] = report.findings
+    assert finding.weights == ("decoder.layers.0.mlp.linear_fc1.weight",) and "frozen on this layout" in finding.text
 
 
 @pytest.mark.parametrize(
     ("model", "config", "message"),
     [
-        (planted.no_model, dense_config, "the provider returned NoneType; it must return a model"),
+        (planted.no_model, dense_config, r"no_model \(.*planted.py:\d+\) returned NoneType; it must return a GPTModel"),
+        (planted.two_models, dense_config, r"returned a list of 2 \(GPTModel, GPTModel\); it must return a GPTModel"),
+        (planted.linear, dense_config, "returned Linear, which has no config, .*; it must return a GPTModel"),
+        (
+            planted.breaks,
+            dense_config,
+            r"planted:breaks \(.*\) raises KeyError: 'hidden' at .*planted.py:\d+ \(breaks\)",
+        ),
         (planted.engine, dense_config, "needs Transformer Engine.*layer_spec"),
         (provider, planted.no_model, "config is|missing 1 required"),
         (provider, planted.heterogeneous, "heterogeneous_block_specs = True describes each layer and cannot shrink"),
