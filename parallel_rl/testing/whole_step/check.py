@@ -55,7 +55,8 @@ def check_subject(
             show(f"{len(rows)}/{len(chosen)} {layout.name}")
     truth = next(iter(worlds.truths.values()))
     number = len(truth.gradients)
-    facts = Facts(subject.is_script, model.heads, model.experts, number, frozen=number < len(truth.before))
+    random = worlds.randomness() if any(row.broken(bound) and not row.error for row in rows) else ""
+    facts = Facts(subject.is_script, model.heads, model.experts, number, number < len(truth.before), random)
     findings = diagnose(rows, bound, facts)
     notes += [f"{row.layout.name} was not run: {row.error}" for row in rows if row.refused]
     if subject.is_script and any(not row.layout.per_token for row in rows):

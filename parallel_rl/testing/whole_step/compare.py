@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from parallel_rl.testing.whole_step.layouts import StepLayout
-from parallel_rl.testing.whole_step.subject import Cut, Piece, RankResult, Truth
+from parallel_rl.testing.whole_step.parts import Weighing
+from parallel_rl.testing.whole_step.subject import Piece, RankResult, Truth, part
 
 _CLOSE = 1e-3  # of a factor that explains an error
 _AXES = ("tensor", "context", "data", "expert")
@@ -26,6 +27,7 @@ class WeightError:
         factor: by which the gradient is too large on every rank, or None if no one factor explains it.
         text: what explains it: a factor, one a rank, or parts that were not summed.
         missing: axes over whose ranks the gradient was left in parts.
+        weighed: how the tokens of each part of the step weigh, if that explains the gradient.
     """
 
     name: str
@@ -33,6 +35,12 @@ class WeightError:
     factor: float | None
     text: str
     missing: tuple[str, ...] = ()
+    weighed: Weighing | None = None
+
+    @property
+    def unexplained(self) -> bool:
+        """Whether the weight trains on both sides and no one factor explains its gradient."""
+        return self.factor is None and math.isfinite(self.error)
 
 
 @dataclass(frozen=True)
@@ -45,7 +53,6 @@ class Compared:
         unmarked, overmarked: weights that Megatron's norm takes for whole though they are cut, and the reverse.
         counted: the weight that was counted another number of times in the norm, with that number, if one explains it.
         moved: by what factor weights moved. loss_shift: the loss minus that of one process.
-        weighed, weighed_factor: how the tokens of each part of the step weigh, if that explains the gradient.
         error: that a rank ended in; `refused` if the layout is refused by name and was not run.
     """
 
@@ -63,8 +70,6 @@ class Compared:
     loss_shift: float = 0.0
     counted: tuple[str, float] | None = None
     moved: float = 1.0
-    weighed: str = ""
-    weighed_factor: float | None = None
     error: str = ""
     refused: bool = False
 
@@ -260,14 +265,3 @@ def _counted(norm: float, truth: Truth) -> tuple[str, float] | None:
         if abs(times - round(times)) < 1e-4 * max(1.0, truth.norm**2 / square * 1e-3) and 0 <= round(times) <= 8:
             return name, float(round(times))
     return None
-
-
-def part(whole: Tensor, cut: Cut | None, shape: torch.Size) -> Tensor:
-    """Cut a rank's part of a whole tensor; rows of vocabulary padding are zero."""
-    if cut is None:
-        return whole
-    dim, stride, parts, rank = cut
-    missing = shape[dim] * parts - whole.shape[dim]
-    if missing > 0:
-        whole = torch.cat((whole, whole.new_zeros(missing, *whole.shape[1:])))
-    return torch.cat([chunk.chunk(parts, dim)[rank] for chunk in whole.chunk(stride, dim)], dim)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
@@ -90,3 +91,14 @@ class Truth:
     vocabulary: int
     buffers: Mapping[str, Tensor]
     dropout: tuple[str, ...] = ()
+
+
+def part(whole: Tensor, cut: Cut | None, shape: torch.Size) -> Tensor:
+    """Cut a rank's part of a whole tensor; rows of vocabulary padding are zero."""
+    if cut is None:
+        return whole
+    dim, stride, parts, rank = cut
+    missing = shape[dim] * parts - whole.shape[dim]
+    if missing > 0:
+        whole = torch.cat((whole, whole.new_zeros(missing, *whole.shape[1:])))
+    return torch.cat([chunk.chunk(parts, dim)[rank] for chunk in whole.chunk(stride, dim)], dim)

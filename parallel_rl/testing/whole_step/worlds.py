@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import sys
 import warnings
 from collections import defaultdict
@@ -18,7 +19,7 @@ from parallel_rl.agreement import describe
 from parallel_rl.testing.pool import WorldError, preload
 from parallel_rl.testing.whole_step.compare import Compared, compare
 from parallel_rl.testing.whole_step.layouts import StepLayout
-from parallel_rl.testing.whole_step.parts import token_parts, weigh
+from parallel_rl.testing.whole_step.parts import joined, token_parts, weigh
 from parallel_rl.testing.whole_step.provider import config_of, stage_refusal
 from parallel_rl.testing.whole_step.ranks import Ranks
 from parallel_rl.testing.whole_step.refusals import Inapplicable, refusal, refused, user_place
@@ -29,6 +30,7 @@ from parallel_rl.testing.whole_step.subject import RankResult, StepSubject, Trut
 
 BOUNDS = {torch.float64: 1e-6, torch.float32: 2e-3}
 _FOLLOWS = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Timed out waiting")
+_OTHER_SEED = 7919
 _MOST_WEIGHED = 3  # layouts whose gradients are explained by parts
 ResultT = TypeVar("ResultT")
 preload("parallel_rl.megatron", __name__)
@@ -108,13 +110,25 @@ class Worlds:
         except (ValueError, RuntimeError) as error:
             return Compared(layout, error=describe(error))
         seen = compare(layout, results, truth, bound)
-        unexplained = [one for one in seen.gradients if one.factor is None]
-        if len(unexplained) >= 0.9 * len(truth.before) and not layout.ep > 1 and self.weighed < _MOST_WEIGHED:
+        if any(one.unexplained for one in seen.gradients) and not layout.ep > 1 and self.weighed < _MOST_WEIGHED:
             self.weighed += 1
             return self._explained(seen, results, key, truth)
         return seen
 
+    def randomness(self) -> str:
+        """Run one process with another seed; return by how much its step differs from the first, empty if it does not."""
+        key, truth = next(iter(self.truths.items()))
+        args = self.subject, key, self.layers, self.dtype, self.ranks.timeout, _OTHER_SEED
+        other = _alone(self.ranks, _truth, *args)
+        off = sum(float((g - other.gradients[name]).double().square().sum()) for name, g in truth.gradients.items())
+        error = math.sqrt(off) / truth.norm
+        if error <= BOUNDS[self.dtype]:
+            return ""
+        drops = f"; it has {', '.join(truth.dropout[:3])}" if truth.dropout else ""
+        return f"another seed changes the gradients of one process by {error:.1e}{drops}"
+
     def _explained(self, seen: Compared, results: Sequence[RankResult], key: StepLayout, truth: Truth) -> Compared:
+        """Explain gradients by a factor for each part of the step, all of them together or each weight for itself."""
         parts = token_parts(make_rows(truth.vocabulary), seen.layout)
         total = sum(part.number for part in parts)
         single = key._replace(micro=1, packed=False)
@@ -128,13 +142,30 @@ class Worlds:
             {name: gradient * (part.number / total) for name, gradient in gradients.items()}
             for part, gradients in zip(parts, of_parts, strict=True)
         ]
-        found = weigh(parts, scaled, results, whole)
-        return seen if found is None else replace(seen, weighed=found.text, weighed_factor=found.factor)
+        of_layout = joined(results, truth.gradients)
+        names = [one.name for one in seen.gradients if one.unexplained and one.name in of_layout]
+        together = weigh(parts, scaled, of_layout, whole, names) if names else None
+        explained = {name: together or weigh(parts, scaled, of_layout, whole, [name]) for name in names}
+        gradients = [
+            one
+            if (weighing := explained.get(one.name)) is None
+            else replace(one, factor=weighing.factor, text=weighing.text, weighed=weighing)
+            for one in seen.gradients
+        ]
+        return replace(seen, gradients=tuple(gradients))
 
 
-def _truth(rank: int, subject: StepSubject, key: StepLayout, layers: int, dtype: torch.dtype, timeout: float) -> Truth:
+def _truth(
+    rank: int,
+    subject: StepSubject,
+    key: StepLayout,
+    layers: int,
+    dtype: torch.dtype,
+    timeout: float,
+    seed: int | None = None,
+) -> Truth:
     with _quiet():
-        return run_truth(subject, _shrunk(subject, layers), key, dtype, timeout)
+        return run_truth(subject, _shrunk(subject, layers), key, dtype, timeout, seed=seed)
 
 
 def _parts(

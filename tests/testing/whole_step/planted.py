@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -132,6 +133,44 @@ def local_mean(loss_mask: Tensor, output: Tensor) -> tuple[Tensor, dict[str, Ten
     """A mean over the tokens that this rank and micro-batch hold."""
     loss = (output.flatten() * loss_mask.flatten()).sum() / loss_mask.sum().clamp(min=1)
     return loss, {"lm loss": loss.detach()}
+
+
+def times_tensor_ranks(loss_mask: Tensor, output: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """A loss that is multiplied by the tensor parallel size."""
+    from megatron.core import parallel_state
+
+    total, tokens, log = sums(loss_mask, output)
+    return total * parallel_state.get_tensor_model_parallel_world_size(), tokens, log
+
+
+def third_twice(loss_mask: Tensor, output: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """The third of four micro-batches, known by its tokens, trains twice."""
+    from parallel_rl.testing.whole_step.rows import make_rows
+
+    total, tokens, log = sums(loss_mask, output)
+    third = make_rows(64)["token_mask"][4:6, 1:].sum()
+    return total * (2 if len(loss_mask) == 2 and loss_mask.sum() == third else 1), tokens, log
+
+
+def weight_twice(config: TransformerConfig, **stage: Any) -> GPTModel:
+    """One weight's gradient counts twice in the third micro-batch."""
+    model, calls = provider(config, **stage), itertools.count()
+    weight = model.decoder.layers[0].mlp.linear_fc2.weight
+    weight.register_hook(lambda gradient: gradient * (2 if next(calls) == 2 else 1))
+    return model
+
+
+def dropout(config: TransformerConfig, **stage: Any) -> GPTModel:
+    """A model with a dropout of its own."""
+    model = provider(config, **stage)
+    for layer in model.decoder.layers:
+        layer.mlp.noise = torch.nn.Dropout(0.1)
+        layer.mlp.register_forward_hook(_drop)
+    return model
+
+
+def _drop(mlp: torch.nn.Module, args: object, out: tuple[Tensor, Tensor | None]) -> tuple[Tensor, Tensor | None]:
+    return mlp.noise(out[0]), out[1]
 
 
 def of_first_context_rank(data_iterator: Iterator[dict[str, Tensor]], model: torch.nn.Module) -> object:

@@ -76,7 +76,7 @@ def test_a_right_mixture_of_experts_with_heads_passes_on_fourteen_layouts() -> N
         ),
         pytest.param(
             provider, {"loss_callback": planted.local_mean}, ("dp2",), ("mb4",),
-            ("all ", "tokens of micro-batch 3 weigh × 2.05", "its own count (1/4", "a local count"),
+            ("all ", "tokens of micro-batch 3 weigh × 2.05", "their own count (1/4", "a local count"),
             id="a local mean in a callback",
         ),
         pytest.param(
@@ -87,6 +87,26 @@ def test_a_right_mixture_of_experts_with_heads_passes_on_fourteen_layouts() -> N
             planted.dropped_experts, {"config": experts_config}, ("dp2", "dp2 ep2"), ("dp2 ep2",),
             ("experts.local_experts.3.linear_fc1.weight", "gradient × 0", "gradients of experts"),
             id="a dropped gradient of an expert",
+        ),
+        pytest.param(
+            provider, {"loss_callback": planted.times_tensor_ranks}, ("cp2", "tp2"), ("tp2",),
+            ("all ", "gradient × 2", "the whole loss is counted once for each of 2 tensor ranks"),
+            id="a loss that is multiplied by the tensor ranks",
+        ),
+        pytest.param(
+            provider, {"loss_callback": planted.third_twice}, ("dp2",), ("mb4",),
+            ("all ", "tokens of micro-batch 2 weigh × 2", "this part of the step is added 2 times"),
+            id="a micro-batch that counts twice",
+        ),
+        pytest.param(
+            planted.weight_twice, {}, ("cp2",), ("cp2",),
+            ("linear_fc2.weight: the ", "tokens of micro-batch 2 weigh × 2", "this part of the step is added 2 times"),
+            id="a weight that counts twice in a micro-batch",
+        ),
+        pytest.param(
+            planted.dropout, {}, ("mb4", "tp2"), ("mb4", "tp2"),
+            ("one process: another seed changes the gradients", "mlp.noise (p = 0.1)", "by dropout or noise"),
+            id="a dropout",
         ),
     ],
 )  # fmt: skip
@@ -102,6 +122,8 @@ def test_a_planted_fault_is_found_and_named(
         assert wrong == {_layout(text).name for text in shown}, str(report)
     for text in says:
         assert text in str(report), f"{text!r} is not in\n{report}"
+    causes = [finding.cause for finding in report.findings]
+    assert len({*causes}) == len(causes), f"a cause has several findings\n{report}"
     with pytest.raises(LawBroken, match="differs from one process"):
         report.raise_if_broken()
 
