@@ -170,12 +170,14 @@ def _of_log(one: Compared) -> str:
 
 
 def _of_error(one: Compared) -> str:
-    if "gave no answer" in one.error:
+    if one.hung:
         return "one process runs the same step: a rank loops, or waits in a collective that another rank does not enter"
     if one.layout.world == 1:
         return "one process runs the step on padded rows in one micro-batch; other rows or settings break it"
     if one.error.startswith("every rank"):
-        return "one process runs the same step: the sizes of a rank's part break it"
+        return (
+            "one process runs the same step: what the layout changes on all ranks, such as sizes or shapes, breaks it"
+        )
     return (
         "one process runs the same step: what this rank alone has, such as its stage, its shard or its rows, breaks it"
     )

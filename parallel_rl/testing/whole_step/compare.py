@@ -14,6 +14,7 @@ from parallel_rl.testing.whole_step.layouts import StepLayout
 from parallel_rl.testing.whole_step.parts import Weighing
 from parallel_rl.testing.whole_step.subject import Piece, RankResult, Truth, part
 
+NO_ANSWER = "no answer in"  # within an error: a rank that hangs
 _CLOSE = 1e-3  # of a factor that explains an error
 _AXES = ("tensor", "context", "data", "expert")
 
@@ -72,6 +73,11 @@ class Compared:
     moved: float = 1.0
     error: str = ""
     refused: bool = False
+
+    @property
+    def hung(self) -> bool:
+        """Whether a rank gave no answer."""
+        return NO_ANSWER in self.error
 
     def broken(self, bound: float) -> bool:
         """Whether the layout was run and differs from one process."""

@@ -67,7 +67,7 @@ def gradient_cause(one: Compared, group: Sequence[WeightError], axis: str, facts
         )
     if first.weighed is not None:
         return _of_counts(one, first.weighed.factor, first.weighed.local)
-    if alike:
+    if alike and abs(first.factor or 0.0) > _NEAR:
         return "every gradient has one factor, which is no size of the layout: its loss is scaled on this layout alone"
     if facts.script and len(names) >= 0.9 * facts.number and not one.loss <= _NEAR:
         return "other tokens carry loss than on one process: a mask or labels of another rank's part of the rows"

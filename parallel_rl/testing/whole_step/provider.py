@@ -73,12 +73,16 @@ def _checked(built: object, provider: Provider | TransformerConfig, layout: Step
 
 
 def provider_name(provider: Provider | TransformerConfig) -> str:
-    """Name a provider by its module, function, file and line.
+    """Name a provider by its module, function, file and line."""
+    return source_name(_function(provider, None))
 
-    >>> provider_name(len)
+
+def source_name(function: Callable[..., object]) -> str:
+    """Name a function by its module, file and line.
+
+    >>> source_name(len)
     'builtins:len'
     """
-    function = _function(provider, None)
     function = inspect.unwrap(getattr(function, "func", function))  # of a functools.partial
     if not hasattr(function, "__qualname__"):
         function = type(function).__call__

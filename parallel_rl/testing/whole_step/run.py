@@ -99,7 +99,7 @@ def run_truth(
         seed: of what the model draws during the step; None: that of the layouts.
 
     Raises:
-        ValueError: a model without a weight that trains.
+        ValueError: a model without a weight that trains, or a loss that trains none.
     """
     join(layout, timeout)
     models, config = _models(subject, config, layout, dtype)
@@ -116,6 +116,8 @@ def run_truth(
     if seed is not None:
         torch.manual_seed(seed)
     metrics, norm, gradients = _step(subject, models, config, layout, start, None, tokens)
+    if not norm:
+        raise ValueError("every gradient of one process is zero: the loss does not depend on the weights that train")
     return replace(
         start,
         gradients={name: gradients[parameter].cpu() for name, parameter in named if parameter in gradients},

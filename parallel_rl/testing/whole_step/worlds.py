@@ -17,7 +17,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from parallel_rl.agreement import describe
 from parallel_rl.testing.pool import WorldError, preload
-from parallel_rl.testing.whole_step.compare import Compared, compare
+from parallel_rl.testing.whole_step.compare import NO_ANSWER, Compared, compare
 from parallel_rl.testing.whole_step.layouts import StepLayout
 from parallel_rl.testing.whole_step.parts import joined, token_parts, weigh
 from parallel_rl.testing.whole_step.provider import config_of, stage_refusal
@@ -250,8 +250,8 @@ def _told(error: WorldError) -> dict[int, str]:
     if texts:
         return texts
     why = str(error).splitlines()[0]
-    _, gave, seconds = why.partition("gave no answer")
+    _, silent, seconds = why.partition(NO_ANSWER)
     for rank in error.silent:
         place = user_place(error.tracebacks.get(rank, ""), innermost_first=True)
-        texts[rank] = (f"{gave}{seconds}" if gave else why) + (f", at {place}" if place else "")
+        texts[rank] = (f"{silent}{seconds}" if silent else why) + (f", at {place}" if place else "")
     return texts

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -141,6 +142,27 @@ def times_tensor_ranks(loss_mask: Tensor, output: Tensor) -> tuple[Tensor, Tenso
 
     total, tokens, log = sums(loss_mask, output)
     return total * parallel_state.get_tensor_model_parallel_world_size(), tokens, log
+
+
+def returns_none(loss_mask: Tensor, output: Tensor) -> None:
+    """A callback that forgets to return."""
+
+
+def returns_four(loss_mask: Tensor, output: Tensor) -> tuple[object, ...]:
+    """A callback with a value too many."""
+    return (*sums(loss_mask, output), 1)
+
+
+def detaches(loss_mask: Tensor, output: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """A callback whose loss trains nothing."""
+    total, tokens, log = sums(loss_mask, output)
+    return total.detach(), tokens, log
+
+
+def loops(loss_mask: Tensor, output: Tensor) -> None:
+    """A callback without an end."""
+    while True:
+        time.sleep(0.01)
 
 
 def third_twice(loss_mask: Tensor, output: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:

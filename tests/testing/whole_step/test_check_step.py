@@ -223,6 +223,29 @@ def test_bad_input(model: Callable[..., Any], config: Any, message: str) -> None
 
 
 @pytest.mark.parametrize(
+    ("callback", "message"),
+    [
+        (
+            planted.returns_none,
+            r"planted:returns_none \(.*planted.py:\d+\) returned NoneType; .* takes \(loss, log\) or",
+        ),
+        (planted.returns_four, r"returns_four .* returned a tuple of 4 \(Tensor, Tensor, dict, int\)"),
+        (planted.detaches, r"detaches .* returned a loss without a gradient; do not detach it"),
+        pytest.param(planted.loops, r"no answer in 10 s, at .*planted.py:\d+ \(loops\)", marks=pytest.mark.slow),
+    ],
+)
+def test_a_callback_that_gives_no_loss(callback: Callable[..., Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        check_step(
+            provider,
+            dense_config,
+            loss_callback=callback,
+            layouts=[StepLayout()],
+            timeout=10 if callback is planted.loops else 60,
+        )
+
+
+@pytest.mark.parametrize(
     ("layout", "message"),
     [
         (StepLayout(vp=2), "vp = 2 needs pp above 1"),
