@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -41,15 +41,40 @@ def global_parameters(models: Sequence[torch.nn.Module]) -> Iterator[tuple[str, 
     'embedding.word_embeddings.weight'
     """
     for model in models:
-        module = get_attr_wrapped_model(model, "pre_process", return_model_obj=True)
-        layers = {
-            name: _number(name, layer) for name, layer in module.named_modules() if isinstance(layer, TransformerLayer)
-        }
-        experts = (module.config.num_moe_experts or 0) // parallel_state.get_expert_model_parallel_world_size()
-        first_expert = experts * parallel_state.get_expert_model_parallel_rank()
-        for name, parameter in module.named_parameters():
-            whole = _global_name(name, layers, module.share_embeddings_and_output_weights)
-            yield shift_expert(whole, first_expert), parameter
+        whole_name = _namer(model)
+        for name, parameter in _module(model).named_parameters():
+            yield whole_name(name), parameter
+
+
+def global_buffers(models: Sequence[torch.nn.Module]) -> Iterator[tuple[str, Tensor]]:
+    """Iterate over this rank's persistent buffers with the names that a one-process model gives them.
+
+    >>> [name for name, buffer in global_buffers([model])]
+    []
+    """
+    for model in models:
+        module, whole_name = _module(model), _namer(model)
+        persistent = module.state_dict().keys()
+        for name, buffer in module.named_buffers():
+            if name in persistent:
+                yield whole_name(name), buffer
+
+
+def _module(model: torch.nn.Module) -> torch.nn.Module:
+    module: torch.nn.Module = get_attr_wrapped_model(model, "pre_process", return_model_obj=True)
+    return module
+
+
+def _namer(model: torch.nn.Module) -> Callable[[str], str]:
+    """Return the function from a name in this rank's chunk to the name in a one-process model."""
+    module = get_attr_wrapped_model(model, "pre_process", return_model_obj=True)
+    layers = {
+        name: _number(name, layer) for name, layer in module.named_modules() if isinstance(layer, TransformerLayer)
+    }
+    experts = (module.config.num_moe_experts or 0) // parallel_state.get_expert_model_parallel_world_size()
+    first_expert = experts * parallel_state.get_expert_model_parallel_rank()
+    tied = module.share_embeddings_and_output_weights
+    return lambda name: shift_expert(_global_name(name, layers, tied), first_expert)
 
 
 def _number(name: str, layer: TransformerLayer) -> int:

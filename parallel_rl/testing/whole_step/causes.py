@@ -8,10 +8,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from parallel_rl.testing.whole_step.compare import Compared, WeightError
+from parallel_rl.testing.whole_step.gradient_causes import Facts, gradient_cause
 
 _SHOWN = 3  # weights that a finding lists
-_NEAR = 1e-3
-_LOG = 0.1  # of the loss that log TP explains
+_RANDOM = (
+    "the model is random, by dropout or noise that its config does not turn off, so layouts cannot be compared; set its rate "
+    "to 0 for the check"
+)
 
 
 @dataclass(frozen=True)
@@ -40,26 +43,15 @@ class StepFinding:
         return f"{self.axis}: {self.text}{several}\n    cause: {self.cause}"
 
 
-@dataclass(frozen=True)
-class Facts:
-    """Facts about the step that is checked.
-
-    Attributes:
-        script: the step is the user's. heads: of multi-token prediction. experts: the model has some.
-        number: of weights in the whole model.
-    """
-
-    script: bool
-    heads: bool
-    experts: bool
-    number: int
-
-
 def diagnose(seen: Sequence[Compared], bound: float, facts: Facts) -> list[StepFinding]:
     """Find what is wrong, the layouts with fewest axes first."""
     broken = sorted((one for one in seen if one.broken(bound)), key=lambda one: len(one.layout.axes))
     right = [one for one in seen if not one.error and not one.broken(bound)]
     findings: list[StepFinding] = []
+    if facts.random:
+        names = tuple(one.layout.name for one in broken if not one.error)
+        findings.append(StepFinding("random", "one process", (), None, facts.random, _RANDOM, names))
+        broken = [one for one in broken if one.error]
     for one in broken:
         axes = _blamed(one, right)
         axis = " × ".join(sorted(axes)) or "one process"
@@ -79,7 +71,7 @@ def _blamed(one: Compared, right: Sequence[Compared]) -> frozenset[str]:
 def _join(findings: list[StepFinding], new: StepFinding) -> None:
     for i, known in enumerate(findings):
         if (known.what, known.cause) == (new.what, new.cause) and (
-            known.weights == new.weights or len(new.weights) > _SHOWN
+            known.weights == new.weights or {*known.weights} & {*new.weights}
         ):
             findings[i] = replace(known, layouts=(*known.layouts, *new.layouts))
             return
@@ -91,15 +83,16 @@ def _of_layout(one: Compared, axis: str, bound: float, facts: Facts) -> Iterator
     if one.error:
         yield StepFinding("error", axis, (), None, f"{one.error} on {name[0]}", _of_error(one), name)
         return
+    by_cause: dict[str, list[list[WeightError]]] = defaultdict(list)
     for group in _groups(one.gradients):
-        names = tuple(weight.name for weight in group)
-        factor, what = group[0].factor, group[0].text
-        if one.weighed and factor is None:
-            factor, what = one.weighed_factor, one.weighed
-        cause = _of_gradient(one, group, facts)
-        yield StepFinding(
-            "gradient", axis, names, factor, f"{_listed(names, facts.number)}: {what} on {name[0]}", cause, name
-        )
+        by_cause[gradient_cause(one, group, axis, facts)].append(group)
+    for cause, groups in by_cause.items():
+        names = tuple(error.name for group in groups for error in group)
+        worst = max(groups, key=lambda group: group[0].error)[0]
+        text = f"{_listed(names, facts.number)}: {worst.text} on {name[0]}"
+        if len(groups) > 1:
+            text = f"{worst.name}: {worst.text} on {name[0]}, and {len(names) - 1} other weights otherwise"
+        yield StepFinding("gradient", axis, names, worst.factor, text, cause, name)
     if not one.gradients:
         yield from _of_norm(one, axis, bound, name)
     if not one.gradients and not one.loss <= bound:
@@ -150,10 +143,12 @@ def _groups(errors: Sequence[WeightError]) -> list[list[WeightError]]:
     """Put together the weights that one sentence describes: those left in parts, those with one factor, all others."""
     groups: dict[object, list[WeightError]] = defaultdict(list)
     for error in errors:
-        if error.missing or error.factor is not None:
-            key: object = (error.missing, round(error.factor or 0.0, 4))
+        if error.weighed is not None:
+            key: object = error.text
+        elif error.missing or error.factor is not None:
+            key = (error.missing, round(error.factor or 0.0, 4))
         else:
-            key = " rank " in error.text
+            key = (math.isinf(error.error), " rank " in error.text)
         groups[key].append(error)
     ordered = sorted(groups.values(), key=len, reverse=True)
     if len(ordered) > 4:  # no factor holds for many: one finding with the worst weight first
@@ -168,82 +163,6 @@ def _listed(names: Sequence[str], number: int) -> str:
     return ", ".join(names[:_SHOWN]) + more
 
 
-def _of_gradient(one: Compared, group: Sequence[WeightError], facts: Facts) -> str:
-    """Name the nearest known cause of a group of wrong gradients."""
-    layout, first, names = one.layout, group[0], [error.name for error in one.gradients]
-    if first.missing == ("tensor",):
-        return (
-            "a weight that tensor ranks hold whole sees a part of the sequence on each; set sequence_parallel = True on it, so "
-            "that finalize_model_grads sums it"
-        )
-    if "context" in first.missing:
-        return "gradients are not summed over context ranks; reduce over get_data_parallel_group(with_context_parallel=True)"
-    if first.missing:
-        return f"gradients are not summed over {' × '.join(first.missing)} ranks"
-    if all(".experts." in name for name in names):
-        return (
-            "gradients of experts: a dispatcher drops tokens or gradients, or experts are reduced over ranks that hold others "
-            "(allreduce = False and the expert data parallel group belong to them)"
-        )
-    if facts.script and layout.tp > 1 and abs(one.loss_shift - math.log(layout.tp)) < _LOG:
-        return (
-            "the loss is too large by log TP: logits are gathered before the loss (parallel_output = False); build the model "
-            "with parallel_output = True"
-        )
-    if facts.experts and layout.balance and ".router." in max(one.gradients, key=lambda error: error.error).name:
-        return (
-            "the routers' own losses are scaled by a rank's tokens (Megatron-LM #7481, #5996; before 0.19 by 1/(TP·CP) with "
-            "calculate_per_token_loss), or their mask is another group's; forward_backward scales them"
-        )
-    if facts.script and facts.heads and one.loss <= _NEAR and any(name.startswith("mtp.") for name in names):
-        return (
-            "the heads' loss is divided by the tokens of a micro-batch or shard (Megatron-LM #7498, #3159); divide by the "
-            "step's, as forward_backward(mtp_loss=) does"
-        )
-    if len(names) >= 0.9 * facts.number and (one.weighed or facts.script):
-        return _of_counts(one)
-    return _of_factor(one, first)
-
-
-def _of_counts(one: Compared) -> str:
-    """Name the cause of tokens that weigh too much or too little."""
-    if one.weighed and one.layout.cp > 1 and not one.layout.per_token:
-        return (
-            "a callback of three values without calculate_per_token_loss is divided by the tokens of each shard (Megatron-LM "
-            "#7513); set calculate_per_token_loss, or return two values scaled by the step's counts"
-        )
-    if one.weighed and not one.layout.per_token:
-        return (
-            "an average of micro-batches' averages (Megatron-LM #4590): tokens weigh by how few they came with; set "
-            "calculate_per_token_loss and return (sum, tokens, log)"
-        )
-    if one.weighed:
-        return "a local count: what a micro-batch or shard holds divides its loss; divide by the counts of the step"
-    if not one.loss <= _NEAR:
-        return "other tokens carry loss than on one process: a mask or labels of another rank's part of the rows"
-    return (
-        "the forward pass is right and the backward is not: a collective without its backward, or one with a wrong one"
-    )
-
-
-def _of_factor(one: Compared, first: WeightError) -> str:
-    """Name the cause of one factor, or of an error that has none."""
-    layout, factor = one.layout, first.factor
-    if factor is not None and abs(factor) < _NEAR:
-        return "the gradient is lost: a detached tensor, a frozen weight, or a reduction that leaves it out"
-    sizes = {"tensor": layout.tp, "context": layout.cp, "data": layout.dp, "pipeline": layout.pp}
-    for axis, size in sizes.items():
-        if factor is not None and size > 1 and abs(factor * size - 1) < _NEAR:
-            return f"averaged over {size} {axis} ranks, whose parts add up"
-        if factor is not None and size > 1 and abs(factor / size - 1) < _NEAR:
-            return f"counted once for each of {size} {axis} ranks"
-    if not one.loss <= _NEAR:
-        return "the forward pass differs on this layout: positions, a mask or a sum that do not suit a rank's part"
-    return (
-        "the forward pass is right and the backward is not: a collective without its backward, or one with a wrong one"
-    )
-
-
 def _of_log(one: Compared) -> str:
     if not one.layout.per_token:
         return "a mean of what each micro-batch or shard reports"
@@ -251,8 +170,14 @@ def _of_log(one: Compared) -> str:
 
 
 def _of_error(one: Compared) -> str:
+    if one.hung:
+        return "one process runs the same step: a rank loops, or waits in a collective that another rank does not enter"
+    if one.layout.world == 1:
+        return "one process runs the step on padded rows in one micro-batch; other rows or settings break it"
+    if one.error.startswith("every rank"):
+        return (
+            "one process runs the same step: what the layout changes on all ranks, such as sizes or shapes, breaks it"
+        )
     return (
-        "one process runs the same step: a rank ends alone, or waits for one that does"
-        if one.layout.world > 1
-        else "the step itself"
+        "one process runs the same step: what this rank alone has, such as its stage, its shard or its rows, breaks it"
     )

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from parallel_rl.testing.pool import WorldError
 from parallel_rl.testing.whole_step.causes import Facts, diagnose
 from parallel_rl.testing.whole_step.compare import Compared
 from parallel_rl.testing.whole_step.layouts import StepLayout, check_layout, default_layouts
@@ -15,6 +16,8 @@ from parallel_rl.testing.whole_step.report import WholeStepReport
 from parallel_rl.testing.whole_step.shrink import VOCABULARY, layers_for
 from parallel_rl.testing.whole_step.subject import StepSubject
 from parallel_rl.testing.whole_step.worlds import BOUNDS, ModelFacts, Worlds, look
+
+_MOST_HUNG = 2  # layouts whose time is waited for
 
 
 def check_subject(
@@ -45,6 +48,12 @@ def check_subject(
     local: set[bool] = set()  # settings with which micro-batches do not weigh alike: compared with as many of them
     bound = BOUNDS[worlds.dtype]
     for layout in chosen:
+        hung = [row.layout.name for row in rows if row.hung]
+        if len(hung) == _MOST_HUNG:
+            rows.append(
+                Compared(layout, error=f"{' and '.join(hung)} gave no answer, so the rest is left out", refused=True)
+            )
+            continue
         key = layout.truth(model.balanced, layout.per_token in local)
         row = worlds.compared(layout, key)
         if subject.is_script and layout.world == 1 and not layout.packed and row.broken(bound):
@@ -52,8 +61,11 @@ def check_subject(
         rows.append(row)
         if show is not None:
             show(f"{len(rows)}/{len(chosen)} {layout.name}")
-    number = len(next(iter(worlds.truths.values())).before)
-    findings = diagnose(rows, bound, Facts(subject.is_script, model.heads, model.experts, number))
+    truth = next(iter(worlds.truths.values()))
+    number = len(truth.gradients)
+    random = worlds.randomness() if any(row.broken(bound) and not row.error for row in rows) else ""
+    facts = Facts(subject.is_script, model.heads, model.experts, number, number < len(truth.before), random)
+    findings = diagnose(rows, bound, facts)
     notes += [f"{row.layout.name} was not run: {row.error}" for row in rows if row.refused]
     if subject.is_script and any(not row.layout.per_token for row in rows):
         notes.append(f"this config has calculate_per_token_loss = {model.per_token}; both settings were run")
@@ -81,6 +93,8 @@ def _worlds(
     try:
         worlds.truth(key)
     except ValueError as error:
+        if isinstance(error.__cause__, WorldError) and error.__cause__.silent:
+            raise
         worlds = Worlds(subject, layers, torch.float32, ranks)
         try:
             worlds.truth(key)

@@ -11,8 +11,10 @@ import torch
 from torch import Tensor
 
 from parallel_rl.testing.whole_step.layouts import StepLayout
-from parallel_rl.testing.whole_step.subject import Cut, Piece, RankResult, Truth
+from parallel_rl.testing.whole_step.parts import Weighing
+from parallel_rl.testing.whole_step.subject import Piece, RankResult, Truth, part
 
+NO_ANSWER = "no answer in"  # within an error: a rank that hangs
 _CLOSE = 1e-3  # of a factor that explains an error
 _AXES = ("tensor", "context", "data", "expert")
 
@@ -26,6 +28,7 @@ class WeightError:
         factor: by which the gradient is too large on every rank, or None if no one factor explains it.
         text: what explains it: a factor, one a rank, or parts that were not summed.
         missing: axes over whose ranks the gradient was left in parts.
+        weighed: how the tokens of each part of the step weigh, if that explains the gradient.
     """
 
     name: str
@@ -33,6 +36,12 @@ class WeightError:
     factor: float | None
     text: str
     missing: tuple[str, ...] = ()
+    weighed: Weighing | None = None
+
+    @property
+    def unexplained(self) -> bool:
+        """Whether the weight trains on both sides and no one factor explains its gradient."""
+        return self.factor is None and math.isfinite(self.error)
 
 
 @dataclass(frozen=True)
@@ -45,8 +54,7 @@ class Compared:
         unmarked, overmarked: weights that Megatron's norm takes for whole though they are cut, and the reverse.
         counted: the weight that was counted another number of times in the norm, with that number, if one explains it.
         moved: by what factor weights moved. loss_shift: the loss minus that of one process.
-        weighed, weighed_factor: how the tokens of each part of the step weigh, if that explains the gradient.
-        error: that a rank ended in; `refused` if each rank ended in the same, before anything was compared.
+        error: that a rank ended in; `refused` if the layout is refused by name and was not run.
     """
 
     layout: StepLayout
@@ -63,10 +71,13 @@ class Compared:
     loss_shift: float = 0.0
     counted: tuple[str, float] | None = None
     moved: float = 1.0
-    weighed: str = ""
-    weighed_factor: float | None = None
     error: str = ""
     refused: bool = False
+
+    @property
+    def hung(self) -> bool:
+        """Whether a rank gave no answer."""
+        return NO_ANSWER in self.error
 
     def broken(self, bound: float) -> bool:
         """Whether the layout was run and differs from one process."""
@@ -87,12 +98,12 @@ def compare(layout: StepLayout, results: Sequence[RankResult], truth: Truth, bou
     worst = moved_error = 0.0
     moves = [0.0, 0.0]
     for name, copies in pieces.items():
-        found = _of_weight(name, copies, truth, whole, bound)
+        found = _frozen(name, copies, truth) or _of_weight(name, copies, truth, whole, bound)
         worst = max(worst, found.error if not math.isnan(found.error) else math.inf)
         if not found.error <= bound:
             errors.append(found)
         moved_error = max(moved_error, _of_update(name, copies, truth, whole, moves))
-    lost = sorted(set(truth.before) - set(pieces))
+    lost = sorted(set(truth.gradients) - set(pieces))
     if lost:
         worst = math.inf
         errors += [WeightError(name, math.inf, 0.0, "is on no rank") for name in lost]
@@ -101,7 +112,9 @@ def compare(layout: StepLayout, results: Sequence[RankResult], truth: Truth, bou
     metrics, loss_factor = _of_metrics(results, truth)
     loss = metrics.pop(_loss_name(truth), math.nan)
     several = [
-        (name, copies) for name, copies in pieces.items() if copies[0][1].cut is not None and copies[0][1].cut[2] > 1
+        (name, copies)
+        for name, copies in pieces.items()
+        if copies[0][1].cut is not None and copies[0][1].cut[2] > 1 and name in truth.gradients
     ]
     cut = {name for name, _ in several}
     off = not abs(norm - truth.norm) <= bound * truth.norm
@@ -125,12 +138,25 @@ def compare(layout: StepLayout, results: Sequence[RankResult], truth: Truth, bou
     )
 
 
+def _frozen(name: str, copies: Sequence[tuple[RankResult, Piece]], truth: Truth) -> WeightError | None:
+    """Find a weight that trains on this layout or on one process, and not on both; a weight frozen on both is right."""
+    trains = [piece.gradient is not None for _, piece in copies]
+    if name not in truth.gradients:
+        text = "trains on this layout and is frozen on one process"
+        return WeightError(name, math.inf, None, text) if any(trains) else WeightError(name, 0.0, 1.0, "")
+    if all(trains):
+        return None
+    ranks = "" if not any(trains) else f", on {len(trains) - sum(trains)} of {len(trains)} ranks that hold it"
+    return WeightError(name, math.inf, None, f"frozen on this layout{ranks}")
+
+
 def _of_weight(
     name: str, copies: Sequence[tuple[RankResult, Piece]], truth: Truth, whole: float, bound: float
 ) -> WeightError:
     wanted = truth.gradients[name]
     rows: list[tuple[Mapping[str, int], Tensor, Tensor]] = []
     for result, piece in copies:
+        assert piece.gradient is not None  # see _frozen
         right = part(wanted, piece.cut, piece.gradient.shape)
         rows.append((result.place, piece.gradient.double(), right.double()))
     size = math.sqrt(sum(float(right.square().sum()) for *_, right in rows))
@@ -245,14 +271,3 @@ def _counted(norm: float, truth: Truth) -> tuple[str, float] | None:
         if abs(times - round(times)) < 1e-4 * max(1.0, truth.norm**2 / square * 1e-3) and 0 <= round(times) <= 8:
             return name, float(round(times))
     return None
-
-
-def part(whole: Tensor, cut: Cut | None, shape: torch.Size) -> Tensor:
-    """Cut a rank's part of a whole tensor; rows of vocabulary padding are zero."""
-    if cut is None:
-        return whole
-    dim, stride, parts, rank = cut
-    missing = shape[dim] * parts - whole.shape[dim]
-    if missing > 0:
-        whole = torch.cat((whole, whole.new_zeros(missing, *whole.shape[1:])))
-    return torch.cat([chunk.chunk(parts, dim)[rank] for chunk in whole.chunk(stride, dim)], dim)

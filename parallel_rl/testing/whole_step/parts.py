@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from parallel_rl.testing.whole_step.compare import part
 from parallel_rl.testing.whole_step.layouts import ROWS, WIDTH, StepLayout
 from parallel_rl.testing.whole_step.rows import Rows
-from parallel_rl.testing.whole_step.subject import RankResult
+from parallel_rl.testing.whole_step.subject import RankResult, part
 
 _RESIDUAL, _PLAIN = 1e-3, 1e-4  # relative
+
+
+_HOLDERS: Mapping[str, Callable[[TokenPart], object]] = {
+    "micro-batch": lambda part: part.micro,
+    "micro-batch and context rank": lambda part: (part.micro, part.context),
+    "data rank": lambda part: part.data,
+    "context rank": lambda part: part.context,
+    "data and context rank": lambda part: (part.data, part.context),
+}
 
 
 class TokenPart(NamedTuple):
@@ -22,15 +30,21 @@ class TokenPart(NamedTuple):
 
     micro: int
     context: int
+    data: int
     tokens: Tensor
     number: int
 
 
 class Weighing(NamedTuple):
-    """The part whose tokens are the most out of weight, its factor, and a sentence on all of them."""
+    """The part whose tokens are the most out of weight.
+
+    Attributes:
+        factor: its own. text: a sentence on all parts. local: each part is divided by a count of its own.
+    """
 
     factor: float
     text: str
+    local: bool
 
 
 def token_parts(rows: Rows, layout: StepLayout) -> list[TokenPart]:
@@ -47,26 +61,26 @@ def token_parts(rows: Rows, layout: StepLayout) -> list[TokenPart]:
             tokens = of_batch & (rank == context)
             count = int((rows["token_mask"][:, 1:] * tokens[:, 1:]).sum())
             if count:
-                parts.append(TokenPart(micro, context, tokens, count))
+                parts.append(TokenPart(micro, context, micro % layout.dp, tokens, count))
     return parts
 
 
 def weigh(
     parts: Sequence[TokenPart],
     gradients: Sequence[Mapping[str, Tensor]],
-    results: Sequence[RankResult],
+    whole: Mapping[str, Tensor],
     truth: Mapping[str, Tensor],
+    names: Sequence[str],
 ) -> Weighing | None:
-    """Explain a layout's gradient by one factor for each part, if such factors exist.
+    """Explain the gradients `names` of a layout by one factor for each part, if such factors exist.
 
     Args:
         parts, gradients: of one process, of which the sum is `truth`.
+        whole: the layout's gradients, see `joined`.
     """
-    whole = _whole(results, truth)
-    names = [name for name in truth if name in whole]
     columns = torch.stack([_flat(gradient, names) for gradient in gradients], 1)
     right, got = _flat(truth, names), _flat(whole, names)
-    if not names or not float((columns.sum(1) - right).norm()) <= _RESIDUAL * float(right.norm()):
+    if len(right) < 2 * len(parts) or not float((columns.sum(1) - right).norm()) <= _RESIDUAL * float(right.norm()):
         return None  # parts do not add up, such as means in the script's own loss
     factors = torch.linalg.lstsq(columns, got[:, None]).solution[:, 0]
     if not float((columns @ factors - got).norm()) <= _RESIDUAL * float(got.norm()):
@@ -74,28 +88,41 @@ def weigh(
     worst = int((factors.abs().clamp(min=1e-6).log().abs() * 1e6).round().argmax())
     if abs(float(factors[worst]) - 1) <= _PLAIN:
         return None
-    total, several = sum(one.number for one in parts), len({one.context for one in parts}) > 1
+    total, one, factor = sum(one.number for one in parts), parts[worst], float(factors[worst])
+    number, place = one.number, f"micro-batch {one.micro}"
+    of_micro = [i for i, other in enumerate(parts) if other.micro == one.micro]
+    if bool((factors[of_micro] - factor).abs().max() <= _RESIDUAL):
+        number = sum(parts[i].number for i in of_micro)
+    else:
+        place += f", context rank {one.context}"
+    holder = _divided_by(parts, factors.tolist())
+    why = ""
+    if holder:
+        own = sum(other.number for other in parts if _HOLDERS[holder](other) == _HOLDERS[holder](one))
+        why = f", as if each {holder}'s tokens were divided by their own count (1/{total / (factor * own):.3g} of their sum)"
+    text = f"the {number} of {total} tokens of {place} weigh × {factor:.4g}{why}"
+    return Weighing(factor, text, bool(holder))
 
-    def place(one: TokenPart) -> str:
-        return f"micro-batch {one.micro}" + (f", context rank {one.context}" if several else "")
 
-    one, factor = parts[worst], float(factors[worst])
-    weights = factors * torch.tensor([float(one.number) for one in parts])
-    each = bool((weights - weights[0]).abs().max() <= 1e-2)
-    why = (
-        f", as if each part were divided by its own count (1/{total / (factor * one.number):.3g} of their sum)"
-        if each
-        else ""
-    )
-    return Weighing(factor, f"the {one.number} of {total} tokens of {place(one)} weigh × {factor:.4g}{why}")
+def _divided_by(parts: Sequence[TokenPart], factors: Sequence[float]) -> str:
+    """Return whose own count divides the tokens that it holds, if each part weighs by such a count."""
+    for holder, key in _HOLDERS.items():
+        counts: dict[object, int] = defaultdict(int)
+        for one in parts:
+            counts[key(one)] += one.number
+        weights = [factor * counts[key(one)] for one, factor in zip(parts, factors, strict=True)]
+        if len(counts) > 1 and max(weights) - min(weights) <= 1e-2:
+            return holder
+    return ""
 
 
-def _whole(results: Sequence[RankResult], truth: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def joined(results: Sequence[RankResult], truth: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Put the ranks' parts of each gradient together, of weights whose copies agree."""
     copies: dict[str, list[tuple[object, Tensor]]] = defaultdict(list)
     for result in results:
         for piece in result.pieces:
-            copies[piece.name].append((piece.cut, piece.gradient.double()))
+            if piece.gradient is not None:
+                copies[piece.name].append((piece.cut, piece.gradient.double()))
     whole = {}
     for name, found in copies.items():
         by_cut: dict[object, Tensor] = {}

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+import traceback
+from collections.abc import Callable
 
 import torch
 from megatron.core import parallel_state
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from parallel_rl.megatron import unwrap
 from parallel_rl.testing.whole_step.layouts import WIDTH, StepLayout
+from parallel_rl.testing.whole_step.refusals import Inapplicable, refusal, user_place
 from parallel_rl.testing.whole_step.shrink import VOCABULARY
 
 Provider = Callable[..., object]
 _ENGINE = "transformer_engine"
+_PASSED = ("config", "pre_process", "post_process", "vp_stage", "vocab_size", "max_sequence_length")
+_OF_A_GPT_MODEL = ("config", "pre_process", "post_process", "vocab_size", "share_embeddings_and_output_weights")
 
 
 def config_of(provider: Provider | TransformerConfig, config: object) -> TransformerConfig:
@@ -39,46 +44,93 @@ def build_chunks(
     """Call the provider for each model chunk of this rank.
 
     Raises:
-        ValueError: a provider that returns no model, wants an argument that is unknown here, or needs Transformer Engine.
+        ValueError: a provider that raises, returns no model, needs Transformer Engine or an argument that is unknown here.
     """
     places = range(layout.vp) if layout.vp > 1 else [None]
     chunks: list[torch.nn.Module] = []
     for place in places:
         built = _call(provider, config, place)
-        if isinstance(built, list | tuple) and len(built) == layout.vp and _are_models(built):
-            return list(built)
-        if not _are_models([built]):
-            raise ValueError(
-                f"the provider returned {type(built).__name__}; it must return a model, or a list of its chunks"
-            )
-        assert isinstance(built, torch.nn.Module)
-        chunks.append(built)
+        if isinstance(built, list | tuple) and len(built) == layout.vp:
+            return [_checked(model, provider, layout) for model in built]
+        chunks.append(_checked(built, provider, layout))
     return chunks
 
 
-def _are_models(built: Sequence[object]) -> bool:
-    return all(isinstance(model, torch.nn.Module) for model in built)
+def _checked(built: object, provider: Provider | TransformerConfig, layout: StepLayout) -> torch.nn.Module:
+    expected = "a GPTModel" if layout.vp == 1 else f"a GPTModel for each vp_stage, or a list of all {layout.vp}"
+    kind = type(built).__name__
+    if isinstance(built, list | tuple):
+        kind = f"a {kind} of {len(built)} ({', '.join(type(one).__name__ for one in built[:3])})"
+    if not isinstance(built, torch.nn.Module):
+        raise ValueError(f"the provider {provider_name(provider)} returned {kind}; it must return {expected}")
+    missing = [name for name in _OF_A_GPT_MODEL if not hasattr(unwrap(built), name)]
+    if missing:
+        raise ValueError(
+            f"the provider {provider_name(provider)} returned {kind}, which has no {', '.join(missing)}; it must return "
+            f"{expected}"
+        )
+    return built
 
 
-def _call(provider: Provider | TransformerConfig, config: TransformerConfig, place: int | None) -> object:
-    call = getattr(config, "provide", None) if isinstance(provider, TransformerConfig) else provider
+def provider_name(provider: Provider | TransformerConfig) -> str:
+    """Name a provider by its module, function, file and line."""
+    return source_name(_function(provider, None))
+
+
+def source_name(function: Callable[..., object]) -> str:
+    """Name a function by its module, file and line.
+
+    >>> source_name(len)
+    'builtins:len'
+    """
+    function = inspect.unwrap(getattr(function, "func", function))  # of a functools.partial
+    if not hasattr(function, "__qualname__"):
+        function = type(function).__call__
+    code = getattr(function, "__code__", None)
+    place = "" if code is None else f" ({code.co_filename}:{code.co_firstlineno})"
+    return f"{getattr(function, '__module__', '?')}:{getattr(function, '__qualname__', '?')}{place}"
+
+
+def stage_refusal(provider: Provider | TransformerConfig, layout: StepLayout) -> str:
+    """Return why the provider cannot build one of several stages, by its arguments; empty if it can."""
+    taken = _arguments(_function(provider, None))
+    if layout.pp > 1 and "pre_process" not in taken:
+        return (
+            f"the provider {provider_name(provider)} takes no pre_process and post_process, so stages cannot be built; "
+            "add the arguments"
+        )
+    if layout.vp > 1 and "vp_stage" not in taken:
+        return f"the provider {provider_name(provider)} takes no vp_stage, so virtual stages cannot be built; add the argument"
+    return ""
+
+
+def _function(provider: Provider | TransformerConfig, config: TransformerConfig | None) -> Provider:
+    call = getattr(config or provider, "provide", None) if isinstance(provider, TransformerConfig) else provider
     if not callable(call):
         raise ValueError(
             f"the model is {type(provider).__name__}, which is no provider; pass a function config → model, or an object with "
             "provide()"
         )
-    known: dict[str, object] = {
-        "config": config,
-        "pre_process": parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=place),
-        "post_process": parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=place),
-        "vp_stage": place,
-        "vocab_size": VOCABULARY,
-        "max_sequence_length": 4 * WIDTH,
-    }
+    return call
+
+
+def _arguments(call: Provider) -> set[str]:
+    """Return the names that a provider can be passed of those that are known here."""
+    parameters = inspect.signature(call).parameters
+    takes_all = any(one.kind == one.VAR_KEYWORD for one in parameters.values())
+    return {*_PASSED} if takes_all else {*_PASSED} & parameters.keys()
+
+
+def _call(provider: Provider | TransformerConfig, config: TransformerConfig, place: int | None) -> object:
+    call = _function(provider, config)
+    first_stage = parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=place)
+    last_stage = parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=place)
+    values = (config, first_stage, last_stage, place, VOCABULARY, 4 * WIDTH)
+    known: dict[str, object] = dict(zip(_PASSED, values, strict=True))
     parameters = inspect.signature(call).parameters
     named = [name for name, one in parameters.items() if one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)]
-    takes_all = any(one.kind == one.VAR_KEYWORD for one in parameters.values())
-    passed = {name: value for name, value in known.items() if takes_all or name in named}
+    taken = _arguments(call)
+    passed = {name: value for name, value in known.items() if name in taken}
     first = named[0] if named else ""
     by_place = first not in known and first and parameters[first].default is inspect.Parameter.empty
     if isinstance(provider, TransformerConfig) or not by_place:
@@ -92,29 +144,25 @@ def _call(provider: Provider | TransformerConfig, config: TransformerConfig, pla
             and not (by_place and name == first)
         ):
             raise ValueError(
-                f"the provider needs {name!r}, which check_step does not know; it passes {', '.join(known)}. Bind it with "
-                "functools.partial"
+                f"the provider {provider_name(provider)} needs {name!r}, which check_step does not know; it passes "
+                f"{', '.join(known)}. Bind it with functools.partial"
             )
-    if place is not None and "vp_stage" not in passed:
-        raise ValueError("the provider takes no vp_stage, so virtual stages cannot be built; add the argument")
-    if parallel_state.get_pipeline_model_parallel_world_size() > 1 and "pre_process" not in passed:
-        raise ValueError(
-            "the provider takes no pre_process and post_process, so stages cannot be built; add the arguments"
-        )
-    return _run(call, config if by_place else None, passed)
-
-
-def _run(call: Callable[..., object], config: TransformerConfig | None, passed: dict[str, object]) -> object:
     try:
-        return call(**passed) if config is None else call(config, **passed)
-    except Exception as error:
+        return call(config, **passed) if by_place else call(**passed)
+    except (Exception, SystemExit) as error:
         if _ENGINE in f"{error}".lower().replace(" ", "_") or _through_engine(error):
             raise ValueError(
                 "the provider needs Transformer Engine, which is not usable here "
                 f"({type(error).__name__}: {error}); build the layers by parallel_rl.megatron.layer_spec(config), which takes "
                 "local ones on a machine without it, or run the command where it is installed"
             ) from error
-        raise
+        if reason := refusal(error):
+            raise Inapplicable(reason) from error
+        where = user_place("".join(traceback.format_exception(error)))
+        at = f" at {where}" if where else ""
+        raise ValueError(
+            f"the provider {provider_name(provider)} raises {type(error).__name__}: {error}{at}"
+        ) from error
 
 
 def _through_engine(error: BaseException) -> bool:

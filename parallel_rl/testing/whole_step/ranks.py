@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
@@ -48,18 +49,19 @@ class JobRanks:
     timeout: float
 
     def run(self, world: int, work: Callable[..., ResultT], *args: object) -> list[ResultT]:
-        rank, error = dist.get_rank(), ""
+        rank, error, trace = dist.get_rank(), "", ""
         result: ResultT | None = None
         try:
             result = work(rank, *args)
         except (Exception, SystemExit) as failure:
-            error = describe(failure)
-        found: list[tuple[ResultT, str]] = [None] * dist.get_world_size()  # type: ignore[list-item]
-        dist.all_gather_object(found, (result, error))
-        errors = {rank: text for rank, (_, text) in enumerate(found) if text}
+            error, trace = describe(failure), traceback.format_exc()
+        found: list[tuple[ResultT, str, str]] = [None] * dist.get_world_size()  # type: ignore[list-item]
+        dist.all_gather_object(found, (result, error, trace))
+        errors = {rank: text for rank, (_, text, _) in enumerate(found) if text}
         if errors:
-            raise WorldError(errors, {}, [], f"rank {', '.join(map(str, errors))} failed")
-        return [one for one, _ in found]
+            traces = {rank: found[rank][2] for rank in errors}
+            raise WorldError(errors, traces, [], f"rank {', '.join(map(str, errors))} failed")
+        return [one for one, *_ in found]
 
     def alone(self, work: Callable[..., ResultT], *args: object) -> ResultT:
         return _first(self.run(dist.get_world_size(), work, *args))

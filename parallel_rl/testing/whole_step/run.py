@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -13,7 +14,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.nn import Parameter
 
-from parallel_rl.agreement import raise_on_all_ranks
+from parallel_rl.agreement import gather_results, raise_on_all_ranks
 from parallel_rl.groups import current_device
 from parallel_rl.losses.nll import NLLLoss
 from parallel_rl.megatron import (
@@ -26,13 +27,14 @@ from parallel_rl.megatron import (
     unwrap,
     wrap_model,
 )
-from parallel_rl.testing.whole_step.compare import part
+from parallel_rl.megatron.weights import global_buffers
 from parallel_rl.testing.whole_step.layouts import StepLayout
 from parallel_rl.testing.whole_step.provider import build_chunks
+from parallel_rl.testing.whole_step.refusals import Inapplicable, refusal
 from parallel_rl.testing.whole_step.rows import Rows, make_rows, micro_batches, packed_width
 from parallel_rl.testing.whole_step.script import run_script, wrap_for_script
 from parallel_rl.testing.whole_step.shrink import for_layout
-from parallel_rl.testing.whole_step.subject import Cut, Piece, RankResult, StepSubject, Truth
+from parallel_rl.testing.whole_step.subject import Cut, Piece, RankResult, StepSubject, Truth, part
 
 _RATE = 1.0  # of plain gradient descent: each weight moves by its clipped gradient
 
@@ -48,34 +50,35 @@ def run_layout(
     """Run the step of one layout on this rank, from the weights of `truth`.
 
     Raises:
-        ValueError: a model that has other weights than the one-process model, or that the layout does not divide.
+        Inapplicable: a layout that a rank refuses by name.
+        ValueError: a model that has other weights than the one-process model.
     """
     join(layout, timeout)
 
-    def build() -> tuple[list[torch.nn.Module], TransformerConfig, dict[Parameter, Cut | None]]:
+    def build() -> tuple[list[torch.nn.Module], TransformerConfig, dict[Parameter, Cut | None], str]:
         try:
             models, of_layout = _models(subject, config, layout, dtype)
-        except AssertionError as error:
-            raise ValueError(f"{error}") from error
-        cuts = {}
-        for name, parameter in _named(models):
-            if name not in truth.before:
-                raise ValueError(f"the model has the weight {name}, which the one-process model lacks")
-            cuts[parameter] = _fill(parameter, name, truth.before[name], of_layout)
-        return models, of_layout, cuts
+        except Exception as error:
+            if reason := refusal(error):
+                return [], config, {}, reason
+            raise
+        return models, of_layout, _fill(models, truth, of_layout), ""
 
-    models, config, cuts = raise_on_all_ranks(build, [dist.group.WORLD])
+    models, config, cuts, reason = raise_on_all_ranks(build, [dist.group.WORLD])
+    reasons = [text for text in gather_results(lambda: reason) if text]
+    if reasons:
+        raise Inapplicable(reasons[0])
     metrics, norm, gradients = _step(subject, models, config, layout, truth, truth.clip)
     pieces = tuple(
         Piece(
             name,
-            gradients[parameter].cpu(),
+            gradients[parameter].cpu() if parameter in gradients else None,
             parameter.detach().cpu().clone(),
             cuts[parameter],
             bool(getattr(parameter, "tensor_model_parallel", False)),
             not getattr(parameter, "allreduce", True),
         )
-        for name, parameter in _named(models)
+        for name, parameter in global_parameters(models)
     )
     return RankResult(_place(layout), metrics, norm, pieces)
 
@@ -87,28 +90,46 @@ def run_truth(
     dtype: torch.dtype,
     timeout: float,
     tokens: Tensor | None = None,
+    seed: int | None = None,
 ) -> Truth:
-    """Run the step on one process, from weights that are keyed by name; `tokens` [B, S] alone carry loss, if given."""
+    """Run the step on one process, from weights that are keyed by name.
+
+    Args:
+        tokens: [B, S], which alone carry loss; None: all that the rows' masks keep.
+        seed: of what the model draws during the step; None: that of the layouts.
+
+    Raises:
+        ValueError: a model without a weight that trains, or a loss that trains none.
+    """
     join(layout, timeout)
     models, config = _models(subject, config, layout, dtype)
     [model] = models
-    for name, parameter in _named(models):
+    named = list(global_parameters(models))
+    if not any(parameter.requires_grad for _, parameter in named):
+        raise ValueError("no weight of the model trains: requires_grad is False on all of them")
+    for name, parameter in named:
         _draw(parameter, name)
-    before = {name: parameter.detach().cpu().clone() for name, parameter in _named(models)}
-    vocabulary = int(getattr(unwrap(model), "vocab_size", 0))
-    if vocabulary < 2:
-        raise ValueError(f"the model is {type(unwrap(model)).__name__} without vocab_size; a GPTModel is needed")
-    start = Truth(layout.name, before, {}, {}, {}, 0.0, 0.0, vocabulary)
+    before = {name: parameter.detach().cpu().clone() for name, parameter in named}
+    buffers = {name: buffer.cpu().clone() for name, buffer in global_buffers(models)}
+    vocabulary = int(unwrap(model).vocab_size)
+    start = Truth(layout.name, before, {}, {}, {}, 0.0, 0.0, vocabulary, buffers)
+    if seed is not None:
+        torch.manual_seed(seed)
     metrics, norm, gradients = _step(subject, models, config, layout, start, None, tokens)
-    return Truth(
-        layout.name,
-        before,
-        {name: gradients[parameter].cpu() for name, parameter in _named(models)},
-        {name: parameter.detach().cpu().clone() for name, parameter in _named(models)},
-        metrics,
-        norm,
-        norm / 2,
-        vocabulary,
+    if not norm:
+        raise ValueError("every gradient of one process is zero: the loss does not depend on the weights that train")
+    return replace(
+        start,
+        gradients={name: gradients[parameter].cpu() for name, parameter in named if parameter in gradients},
+        after={name: parameter.detach().cpu().clone() for name, parameter in named},
+        metrics=metrics,
+        norm=norm,
+        clip=norm / 2,
+        dropout=tuple(
+            f"{name} (p = {module.p:g})"
+            for name, module in unwrap(model).named_modules()
+            if "dropout" in type(module).__name__.lower() and getattr(module, "p", None)
+        ),
     )
 
 
@@ -136,10 +157,6 @@ def _models(
     return [wrap_model(chunk) for chunk in chunks], chunks[0].config
 
 
-def _named(models: Sequence[torch.nn.Module]) -> list[tuple[str, Parameter]]:
-    return [(name, parameter) for name, parameter in global_parameters(models) if parameter.requires_grad]
-
-
 def _step(
     subject: StepSubject,
     models: Sequence[torch.nn.Module],
@@ -149,7 +166,11 @@ def _step(
     clip: float | None,
     tokens: Tensor | None = None,
 ) -> tuple[dict[str, float], float, dict[Parameter, Tensor]]:
-    """Run forward, backward and the optimizer's step: metrics, the optimizer's norm, and the gradients before clipping."""
+    """Run forward, backward and the optimizer's step.
+
+    Returns:
+        Metrics, the optimizer's norm, and the gradients before clipping of the weights that train.
+    """
     settings = OptimizerConfig(
         optimizer="sgd", lr=_RATE, min_lr=_RATE, sgd_momentum=0.0, weight_decay=0.0, clip_grad=0.0
     )
@@ -174,14 +195,15 @@ def _step(
         report = forward_backward(models, loss_fn, prepared, mtp_loss=heads)
         metrics = report.floats()
     gradients = {}
-    for _, parameter in _named(models):
-        found = gradient(parameter)
-        gradients[parameter] = torch.zeros_like(parameter) if found is None else found.detach().clone()
+    for _, parameter in global_parameters(models):
+        if parameter.requires_grad:
+            found = gradient(parameter)
+            gradients[parameter] = torch.zeros_like(parameter) if found is None else found.detach().clone()
     optimizer.prepare_grads()
     norm = float(optimizer.get_grad_norm())
     scale = min(1.0, (norm / 2 if clip is None else clip) / (norm + 1e-6))
     with torch.no_grad():
-        for _, parameter in _named(models):
+        for parameter in gradients:
             if parameter.grad is not None:
                 parameter.grad.mul_(scale)  # in float64 too, which Megatron's own clipping refuses
     optimizer.step_with_ready_grads()
@@ -213,14 +235,22 @@ def _draw(parameter: Parameter, name: str) -> None:
 
 
 @torch.no_grad()
-def _fill(parameter: Parameter, name: str, whole: Tensor, config: TransformerConfig) -> Cut | None:
-    """Copy this rank's part of a whole weight; return how it is cut, by the shapes and not by Megatron's marks."""
-    cut = _cut(parameter, name, whole.shape, config)
-    parameter.copy_(part(whole, cut, parameter.shape))
-    return cut
+def _fill(models: Sequence[torch.nn.Module], truth: Truth, config: TransformerConfig) -> dict[Parameter, Cut | None]:
+    """Copy this rank's part of each whole weight, and each persistent buffer of the same shape; return the weights' cuts."""
+    cuts = {}
+    for name, parameter in global_parameters(models):
+        if name not in truth.before:
+            raise ValueError(f"the model has the weight {name}, which the one-process model lacks")
+        cuts[parameter] = _cut(parameter, name, truth.before[name].shape, config)
+        parameter.copy_(part(truth.before[name], cuts[parameter], parameter.shape))
+    for name, buffer in global_buffers(models):
+        if name in truth.buffers and truth.buffers[name].shape == buffer.shape:
+            buffer.copy_(truth.buffers[name])
+    return cuts
 
 
 def _cut(parameter: Parameter, name: str, whole: torch.Size, config: TransformerConfig) -> Cut | None:
+    """Find how a weight is cut, by its shape and not by Megatron's marks."""
     experts = ".experts." in name
     parts, rank = (
         (parallel_state.get_expert_tensor_parallel_world_size(), parallel_state.get_expert_tensor_parallel_rank())

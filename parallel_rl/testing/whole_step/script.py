@@ -25,6 +25,7 @@ from parallel_rl.megatron import ModelInput, packed_input, padded_input, unwrap
 from parallel_rl.megatron.forward_only import is_last_stage
 from parallel_rl.megatron.model_input import packed_bounds
 from parallel_rl.testing.whole_step.layouts import ROWS, WIDTH, StepLayout
+from parallel_rl.testing.whole_step.provider import source_name
 from parallel_rl.testing.whole_step.rows import Rows, megatron_rows, packed_width
 from parallel_rl.testing.whole_step.subject import StepSubject
 
@@ -50,7 +51,7 @@ def run_script(
     """Run forward and backward of the step, and return the log as Megatron-LM's `train_step` reduces it.
 
     Raises:
-        ValueError: packed rows for a forward step, which reads its own kind of batch.
+        ValueError: packed rows for a forward step, which reads its own kind of batch; what the schedule does not take.
     """
     if subject.forward_step is not None and layout.packed:
         raise ValueError(
@@ -67,9 +68,10 @@ def run_script(
         assert subject.loss_callback is not None
         step = partial(_forward_step, callback=subject.loss_callback, packed=layout.packed)
         iterators = [_with_lengths(batches, dtype) for _ in models]
+    named = source_name(subject.forward_step or subject.loss_callback or step)
     try:
         logs = get_forward_backward_func()(
-            forward_step_func=step,
+            forward_step_func=partial(_checked_step, step=step, name=named),
             data_iterator=iterators if len(models) > 1 else iterators[0],
             model=list(models) if len(models) > 1 else models[0],
             num_microbatches=len(batches),
@@ -80,6 +82,33 @@ def run_script(
     finally:
         calculator.unset_num_microbatches_calculator()
     return _reduced(logs)
+
+
+def _checked_step(*args: object, step: Callback, name: str) -> tuple[object, Callback]:
+    """Run a forward step and check what it and its loss callback return, which Megatron's schedule does not name."""
+    returned = step(*args)
+    if not (isinstance(returned, tuple) and len(returned) == 2 and callable(returned[1])):
+        raise ValueError(f"{name} returned {_kind(returned)}; a forward step returns (output, loss callback)")
+    output, callback = returned
+
+    def checked(output: Tensor, **more: object) -> object:
+        parts = callback(output, **more)
+        if not (isinstance(parts, tuple | list) and len(parts) in (2, 3) and isinstance(parts[0], Tensor)):
+            raise ValueError(
+                f"the loss callback of {name} returned {_kind(parts)}; Megatron's schedule takes (loss, log) or "
+                "(sum, tokens, log)"
+            )
+        if not parts[0].requires_grad:
+            raise ValueError(f"the loss callback of {name} returned a loss without a gradient; do not detach it")
+        return parts
+
+    return output, checked
+
+
+def _kind(returned: object) -> str:
+    if isinstance(returned, tuple | list):
+        return f"a {type(returned).__name__} of {len(returned)} ({', '.join(type(one).__name__ for one in returned)})"
+    return type(returned).__name__
 
 
 def _with_lengths(batches: list[Rows], dtype: torch.dtype) -> Iterator[Mapping[str, Tensor | None]]:

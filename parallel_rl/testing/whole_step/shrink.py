@@ -10,6 +10,7 @@ import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from parallel_rl.testing.whole_step.layouts import StepLayout
+from parallel_rl.testing.whole_step.refusals import Inapplicable
 
 VOCABULARY = 64
 # the largest size of each field; heads, groups, layers and experts are below
@@ -80,14 +81,17 @@ def shrink(config: TransformerConfig, layers: int) -> tuple[TransformerConfig, l
         raise ValueError(
             "heterogeneous_block_specs = True describes each layer and cannot shrink; pass a smaller config"
         )
-    return _replaced(config, changes), notes
+    try:
+        return _replaced(config, changes), notes
+    except ValueError as error:
+        raise ValueError(f"the config cannot shrink: {error}") from error
 
 
 def for_layout(config: TransformerConfig, layout: StepLayout, dtype: torch.dtype) -> TransformerConfig:
     """Return a shrunk config with the sizes, rows and precision of one layout.
 
     Raises:
-        ValueError: heads, experts or layers that the layout does not divide.
+        Inapplicable: heads, experts or layers that the layout does not divide, or sizes that Megatron's config refuses.
     """
     sizes = {"num_attention_heads": layout.tp, "num_query_groups": layout.tp, "num_layers": layout.pp * layout.vp}
     if config.num_moe_experts:
@@ -95,7 +99,7 @@ def for_layout(config: TransformerConfig, layout: StepLayout, dtype: torch.dtype
     for name, parts in sizes.items():
         value = getattr(config, name)
         if value % parts:
-            raise ValueError(f"{layout.name}: {name} = {value} at test size is not divisible by {parts}")
+            raise Inapplicable(f"{layout.name}: {name} = {value} at test size is not divisible by {parts}")
     on_gpu = torch.cuda.is_available()
     changes: dict[str, object] = {
         "tensor_model_parallel_size": layout.tp,
@@ -126,7 +130,10 @@ def for_layout(config: TransformerConfig, layout: StepLayout, dtype: torch.dtype
     if not layout.balance:
         zero = [0.0] * len(config.moe_aux_loss_coeff) if isinstance(config.moe_aux_loss_coeff, list) else 0.0
         changes |= {"moe_aux_loss_coeff": zero, "moe_z_loss_coeff": None}
-    return _replaced(config, changes)
+    try:
+        return _replaced(config, changes)
+    except ValueError as error:
+        raise Inapplicable(f"{layout.name}: the config refuses it: {error}") from error
 
 
 def adds_balance(config: TransformerConfig) -> bool:
@@ -148,7 +155,8 @@ def _replaced(config: TransformerConfig, changes: Mapping[str, object]) -> Trans
         changed = dataclasses.replace(config, **known)
     except (AssertionError, TypeError, ValueError) as error:
         text = ", ".join(f"{name} = {value}" for name, value in known.items() if value is not None and name in _CAPS)
-        raise ValueError(f"the config cannot shrink: {type(error).__name__}: {error} (with {text})") from error
+        sizes = f" (with {text})" if text else ""
+        raise ValueError(f"{type(error).__name__}: {error}{sizes}") from error
     for name, value in vars(
         config
     ).items():  # attributes that are no fields, such as cp_partition_mode on older versions

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
+import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
@@ -41,14 +42,14 @@ class Piece:
     """One weight on one rank, after the step.
 
     Attributes:
-        name: in a one-process model. gradient, after: this rank's part.
+        name: in a one-process model. gradient, after: this rank's part; gradient is None if the weight is frozen here.
         cut: of the whole that this rank holds; None: it holds all of it.
         marked: Megatron's norm takes it for a part, and counts it on every tensor rank.
         expert: it lies on expert parallel ranks.
     """
 
     name: str
-    gradient: Tensor
+    gradient: Tensor | None
     after: Tensor
     cut: Cut | None
     marked: bool
@@ -75,7 +76,9 @@ class Truth:
     """The step of one process.
 
     Attributes:
-        layout: that it ran on. before, gradients, after: whole weights by name. clip: the norm that gradients are cut to.
+        layout: that it ran on. before, after: all weights by name; gradients: of those that train.
+        buffers: persistent ones by name. clip: the norm that gradients are cut to.
+        dropout: modules that drop at random, with their rates.
     """
 
     layout: str
@@ -86,4 +89,16 @@ class Truth:
     norm: float
     clip: float
     vocabulary: int
-    notes: tuple[str, ...] = field(default=())
+    buffers: Mapping[str, Tensor]
+    dropout: tuple[str, ...] = ()
+
+
+def part(whole: Tensor, cut: Cut | None, shape: torch.Size) -> Tensor:
+    """Cut a rank's part of a whole tensor; rows of vocabulary padding are zero."""
+    if cut is None:
+        return whole
+    dim, stride, parts, rank = cut
+    missing = shape[dim] * parts - whole.shape[dim]
+    if missing > 0:
+        whole = torch.cat((whole, whole.new_zeros(missing, *whole.shape[1:])))
+    return torch.cat([chunk.chunk(parts, dim)[rank] for chunk in whole.chunk(stride, dim)], dim)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import sys
 import warnings
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple, TypeVar
@@ -15,17 +17,20 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from parallel_rl.agreement import describe
 from parallel_rl.testing.pool import WorldError, preload
-from parallel_rl.testing.whole_step.compare import Compared, compare
+from parallel_rl.testing.whole_step.compare import NO_ANSWER, Compared, compare
 from parallel_rl.testing.whole_step.layouts import StepLayout
-from parallel_rl.testing.whole_step.parts import token_parts, weigh
-from parallel_rl.testing.whole_step.provider import config_of
+from parallel_rl.testing.whole_step.parts import joined, token_parts, weigh
+from parallel_rl.testing.whole_step.provider import config_of, stage_refusal
 from parallel_rl.testing.whole_step.ranks import Ranks
+from parallel_rl.testing.whole_step.refusals import Inapplicable, refusal, refused, user_place
 from parallel_rl.testing.whole_step.rows import make_rows
 from parallel_rl.testing.whole_step.run import run_layout, run_truth
 from parallel_rl.testing.whole_step.shrink import adds_balance, shrink
 from parallel_rl.testing.whole_step.subject import RankResult, StepSubject, Truth
 
 BOUNDS = {torch.float64: 1e-6, torch.float32: 2e-3}
+_FOLLOWS = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Timed out waiting")
+_OTHER_SEED = 7919
 _MOST_WEIGHED = 3  # layouts whose gradients are explained by parts
 ResultT = TypeVar("ResultT")
 preload("parallel_rl.megatron", __name__)
@@ -55,7 +60,7 @@ def _alone(ranks: Ranks, work: Callable[..., ResultT], *args: object) -> ResultT
     try:
         return ranks.alone(work, *args)
     except WorldError as error:
-        raise ValueError("; ".join(dict.fromkeys(error.errors.values())) or str(error).splitlines()[0]) from error
+        raise ValueError(f"on one process: {'; '.join(dict.fromkeys(_told(error).values()))}") from error
 
 
 def _look(rank: int, subject: StepSubject) -> ModelFacts:
@@ -95,6 +100,8 @@ class Worlds:
     def compared(self, layout: StepLayout, key: StepLayout) -> Compared:
         """Run a layout, and compare it with the one process of `key`."""
         truth, bound = self.truth(key), BOUNDS[self.dtype]
+        if reason := stage_refusal(self.subject.provider, layout):
+            return Compared(layout, error=reason, refused=True)
         args = self.subject, layout, self.layers, truth, self.dtype, self.ranks.timeout
         try:
             results = self.ranks.run(layout.world, _rank, *args)
@@ -103,13 +110,25 @@ class Worlds:
         except (ValueError, RuntimeError) as error:
             return Compared(layout, error=describe(error))
         seen = compare(layout, results, truth, bound)
-        unexplained = [one for one in seen.gradients if one.factor is None]
-        if len(unexplained) >= 0.9 * len(truth.before) and not layout.ep > 1 and self.weighed < _MOST_WEIGHED:
+        if any(one.unexplained for one in seen.gradients) and not layout.ep > 1 and self.weighed < _MOST_WEIGHED:
             self.weighed += 1
             return self._explained(seen, results, key, truth)
         return seen
 
+    def randomness(self) -> str:
+        """Run one process with another seed; return by how much its step differs from the first, empty if it does not."""
+        key, truth = next(iter(self.truths.items()))
+        args = self.subject, key, self.layers, self.dtype, self.ranks.timeout, _OTHER_SEED
+        other = _alone(self.ranks, _truth, *args)
+        off = sum(float((g - other.gradients[name]).double().square().sum()) for name, g in truth.gradients.items())
+        error = math.sqrt(off) / truth.norm
+        if error <= BOUNDS[self.dtype]:
+            return ""
+        drops = f"; it has {', '.join(truth.dropout[:3])}" if truth.dropout else ""
+        return f"another seed changes the gradients of one process by {error:.1e}{drops}"
+
     def _explained(self, seen: Compared, results: Sequence[RankResult], key: StepLayout, truth: Truth) -> Compared:
+        """Explain gradients by a factor for each part of the step, all of them together or each weight for itself."""
         parts = token_parts(make_rows(truth.vocabulary), seen.layout)
         total = sum(part.number for part in parts)
         single = key._replace(micro=1, packed=False)
@@ -123,13 +142,30 @@ class Worlds:
             {name: gradient * (part.number / total) for name, gradient in gradients.items()}
             for part, gradients in zip(parts, of_parts, strict=True)
         ]
-        found = weigh(parts, scaled, results, whole)
-        return seen if found is None else replace(seen, weighed=found.text, weighed_factor=found.factor)
+        of_layout = joined(results, truth.gradients)
+        names = [one.name for one in seen.gradients if one.unexplained and one.name in of_layout]
+        together = weigh(parts, scaled, of_layout, whole, names) if names else None
+        explained = {name: together or weigh(parts, scaled, of_layout, whole, [name]) for name in names}
+        gradients = [
+            one
+            if (weighing := explained.get(one.name)) is None
+            else replace(one, factor=weighing.factor, text=weighing.text, weighed=weighing)
+            for one in seen.gradients
+        ]
+        return replace(seen, gradients=tuple(gradients))
 
 
-def _truth(rank: int, subject: StepSubject, key: StepLayout, layers: int, dtype: torch.dtype, timeout: float) -> Truth:
+def _truth(
+    rank: int,
+    subject: StepSubject,
+    key: StepLayout,
+    layers: int,
+    dtype: torch.dtype,
+    timeout: float,
+    seed: int | None = None,
+) -> Truth:
     with _quiet():
-        return run_truth(subject, _shrunk(subject, layers), key, dtype, timeout)
+        return run_truth(subject, _shrunk(subject, layers), key, dtype, timeout, seed=seed)
 
 
 def _parts(
@@ -156,7 +192,12 @@ def _rank(
     timeout: float,
 ) -> RankResult:
     with _quiet():
-        return run_layout(subject, _shrunk(subject, layers), layout, truth, dtype, timeout)
+        try:
+            return run_layout(subject, _shrunk(subject, layers), layout, truth, dtype, timeout)
+        except Exception as error:
+            if reason := refusal(error):
+                raise Inapplicable(reason) from error
+            raise
 
 
 def _shrunk(subject: StepSubject, layers: int) -> TransformerConfig:
@@ -177,15 +218,40 @@ def _quiet() -> Iterator[None]:
 
 
 def _failed(layout: StepLayout, error: WorldError) -> Compared:
-    """Tell a layout that every rank refuses alike from a rank that ends or hangs; leave out what only follows from it."""
-    first = {
-        rank: text for rank, text in error.errors.items() if "Connection closed by peer" not in text
-    } or error.errors
-    texts = set(first.values())
-    if len(first) == layout.world and len(texts) == 1:
-        text = texts.pop()
-        return Compared(layout, error=text, refused=not text.startswith(("SystemExit", "the process died")))
-    told = [f"rank {rank}: {text}" for rank, text in sorted(first.items())]
-    if error.silent and not first:
-        told.append(f"rank {', '.join(map(str, error.silent))} gave no answer in {error.args[0].split()[-2]} s")
-    return Compared(layout, error="; ".join(told))
+    """Tell a layout that is refused by name from one that fails."""
+    reasons = {refused(text) for text in _first_errors(error).values()}
+    if reasons and "" not in reasons:
+        return Compared(layout, error="; ".join(sorted(reasons)), refused=True)
+    ranks: dict[str, list[str]] = defaultdict(list)
+    for rank, text in sorted(_told(error).items()):
+        ranks[text].append(str(rank))
+    if layout.world == 1:
+        return Compared(layout, error="; ".join(ranks))
+    names = {
+        text: "every rank" if len(found) == layout.world else f"rank {', '.join(found)}"
+        for text, found in ranks.items()
+    }
+    return Compared(layout, error="; ".join(f"{name}: {text}" for text, name in names.items()))
+
+
+def _first_errors(error: WorldError) -> dict[int, str]:
+    """Return the errors of ranks that did not fail only because another rank ended or waited."""
+    return {rank: text for rank, text in error.errors.items() if not any(end in text for end in _FOLLOWS)}
+
+
+def _told(error: WorldError) -> dict[int, str]:
+    """Return what ended each rank, with the user's line where it did: its error, or that it gave no answer."""
+    texts = {}
+    errors = _first_errors(error) or ({} if error.silent else error.errors)
+    for rank, text in errors.items():
+        place = user_place(error.tracebacks.get(rank, ""))
+        text = refused(text) or text.removeprefix("ValueError: ")
+        texts[rank] = text if not place or place in text else f"{text} at {place}"
+    if texts:
+        return texts
+    why = str(error).splitlines()[0]
+    _, silent, seconds = why.partition(NO_ANSWER)
+    for rank in error.silent:
+        place = user_place(error.tracebacks.get(rank, ""), innermost_first=True)
+        texts[rank] = (f"{silent}{seconds}" if silent else why) + (f", at {place}" if place else "")
+    return texts

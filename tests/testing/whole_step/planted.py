@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import time
 from collections.abc import Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -134,6 +136,65 @@ def local_mean(loss_mask: Tensor, output: Tensor) -> tuple[Tensor, dict[str, Ten
     return loss, {"lm loss": loss.detach()}
 
 
+def times_tensor_ranks(loss_mask: Tensor, output: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """A loss that is multiplied by the tensor parallel size."""
+    from megatron.core import parallel_state
+
+    total, tokens, log = sums(loss_mask, output)
+    return total * parallel_state.get_tensor_model_parallel_world_size(), tokens, log
+
+
+def returns_none(loss_mask: Tensor, output: Tensor) -> None:
+    """A callback that forgets to return."""
+
+
+def returns_four(loss_mask: Tensor, output: Tensor) -> tuple[object, ...]:
+    """A callback with a value too many."""
+    return (*sums(loss_mask, output), 1)
+
+
+def detaches(loss_mask: Tensor, output: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """A callback whose loss trains nothing."""
+    total, tokens, log = sums(loss_mask, output)
+    return total.detach(), tokens, log
+
+
+def loops(loss_mask: Tensor, output: Tensor) -> None:
+    """A callback without an end."""
+    while True:
+        time.sleep(0.01)
+
+
+def third_twice(loss_mask: Tensor, output: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """The third of four micro-batches, known by its tokens, trains twice."""
+    from parallel_rl.testing.whole_step.rows import make_rows
+
+    total, tokens, log = sums(loss_mask, output)
+    third = make_rows(64)["token_mask"][4:6, 1:].sum()
+    return total * (2 if len(loss_mask) == 2 and loss_mask.sum() == third else 1), tokens, log
+
+
+def weight_twice(config: TransformerConfig, **stage: Any) -> GPTModel:
+    """One weight's gradient counts twice in the third micro-batch."""
+    model, calls = provider(config, **stage), itertools.count()
+    weight = model.decoder.layers[0].mlp.linear_fc2.weight
+    weight.register_hook(lambda gradient: gradient * (2 if next(calls) == 2 else 1))
+    return model
+
+
+def dropout(config: TransformerConfig, **stage: Any) -> GPTModel:
+    """A model with a dropout of its own."""
+    model = provider(config, **stage)
+    for layer in model.decoder.layers:
+        layer.mlp.noise = torch.nn.Dropout(0.1)
+        layer.mlp.register_forward_hook(_drop)
+    return model
+
+
+def _drop(mlp: torch.nn.Module, args: object, out: tuple[Tensor, Tensor | None]) -> tuple[Tensor, Tensor | None]:
+    return mlp.noise(out[0]), out[1]
+
+
 def of_first_context_rank(data_iterator: Iterator[dict[str, Tensor]], model: torch.nn.Module) -> object:
     """A forward step whose loss mask is cut for context rank 0 on every rank."""
     return _forward_step(data_iterator, model, wrong=True)
@@ -166,8 +227,73 @@ def leaves(data_iterator: Iterator[dict[str, Tensor]], model: torch.nn.Module) -
     return forward_step(data_iterator, model)
 
 
+def raises_on_one(config: TransformerConfig, **stage: Any) -> GPTModel:
+    """A provider with an error on its second rank."""
+    if dist.get_rank() == 1:
+        raise KeyError("hidden")
+    return provider(config, **stage)
+
+
+def raises_on_all(data_iterator: Iterator[dict[str, Tensor]], model: torch.nn.Module) -> object:
+    """A script with an error on every rank of several."""
+    if dist.get_world_size() > 1:
+        raise ValueError("this text supports nothing")
+    return forward_step(data_iterator, model)
+
+
 def no_model(config: TransformerConfig) -> None:
     """A provider that forgets to return."""
+
+
+def two_models(config: TransformerConfig) -> list[GPTModel]:
+    """A policy and a critic."""
+    return [provider(config), provider(config)]
+
+
+def linear(config: TransformerConfig) -> torch.nn.Module:
+    """A model that is no GPTModel."""
+    return torch.nn.Linear(4, 4)
+
+
+def breaks(config: TransformerConfig) -> GPTModel:
+    """A provider that reads a field that is not there."""
+    return {}["hidden"]
+
+
+def without_stages(config: TransformerConfig, vocab_size: int) -> GPTModel:
+    """A provider of whole models."""
+    return provider(config, vocab_size=vocab_size)
+
+
+def megatrons_layers(config: TransformerConfig, pre_process: bool, post_process: bool, vocab_size: int) -> GPTModel:
+    """Megatron's local attention, which takes neither packed rows nor context ranks."""
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+
+    layers = get_gpt_layer_local_spec(normalization="RMSNorm")
+    return GPTModel(config, layers, vocab_size, 64, pre_process, post_process, position_embedding_type="rope")
+
+
+def half_frozen(config: TransformerConfig, **stage: Any) -> GPTModel:
+    """Matrices of layers and the embedding do not train; each layer's norm is scaled by a random buffer."""
+    model = provider(config, **stage)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad = "norm" in name or "output_layer" in name
+    for layer in model.decoder.layers:
+        layer.register_buffer("scale", torch.randn(config.hidden_size))
+        layer.input_layernorm.register_forward_hook(partial(_scale_norm, layer))
+    return model
+
+
+def _scale_norm(layer: torch.nn.Module, norm: torch.nn.Module, args: object, out: Tensor) -> Tensor:
+    return out * layer.scale
+
+
+def frozen_under_tensor_ranks(config: TransformerConfig, **stage: Any) -> GPTModel:
+    """One weight trains on one process alone."""
+    model = provider(config, **stage)
+    model.decoder.layers[0].mlp.linear_fc1.weight.requires_grad = config.tensor_model_parallel_size == 1
+    return model
 
 
 def bridge_provider() -> TransformerConfig:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -75,7 +76,7 @@ def test_a_right_mixture_of_experts_with_heads_passes_on_fourteen_layouts() -> N
         ),
         pytest.param(
             provider, {"loss_callback": planted.local_mean}, ("dp2",), ("mb4",),
-            ("all ", "tokens of micro-batch 3 weigh × 2.05", "its own count (1/4", "a local count"),
+            ("all ", "tokens of micro-batch 3 weigh × 2.05", "their own count (1/4", "a local count"),
             id="a local mean in a callback",
         ),
         pytest.param(
@@ -86,6 +87,26 @@ def test_a_right_mixture_of_experts_with_heads_passes_on_fourteen_layouts() -> N
             planted.dropped_experts, {"config": experts_config}, ("dp2", "dp2 ep2"), ("dp2 ep2",),
             ("experts.local_experts.3.linear_fc1.weight", "gradient × 0", "gradients of experts"),
             id="a dropped gradient of an expert",
+        ),
+        pytest.param(
+            provider, {"loss_callback": planted.times_tensor_ranks}, ("cp2", "tp2"), ("tp2",),
+            ("all ", "gradient × 2", "the whole loss is counted once for each of 2 tensor ranks"),
+            id="a loss that is multiplied by the tensor ranks",
+        ),
+        pytest.param(
+            provider, {"loss_callback": planted.third_twice}, ("dp2",), ("mb4",),
+            ("all ", "tokens of micro-batch 2 weigh × 2", "this part of the step is added 2 times"),
+            id="a micro-batch that counts twice",
+        ),
+        pytest.param(
+            planted.weight_twice, {}, ("cp2",), ("cp2",),
+            ("linear_fc2.weight: the ", "tokens of micro-batch 2 weigh × 2", "this part of the step is added 2 times"),
+            id="a weight that counts twice in a micro-batch",
+        ),
+        pytest.param(
+            planted.dropout, {}, ("mb4", "tp2"), ("mb4", "tp2"),
+            ("one process: another seed changes the gradients", "mlp.noise (p = 0.1)", "by dropout or noise"),
+            id="a dropout",
         ),
     ],
 )  # fmt: skip
@@ -101,6 +122,8 @@ def test_a_planted_fault_is_found_and_named(
         assert wrong == {_layout(text).name for text in shown}, str(report)
     for text in says:
         assert text in str(report), f"{text!r} is not in\n{report}"
+    causes = [finding.cause for finding in report.findings]
+    assert len({*causes}) == len(causes), f"a cause has several findings\n{report}"
     with pytest.raises(LawBroken, match="differs from one process"):
         report.raise_if_broken()
 
@@ -136,16 +159,59 @@ def test_megatrons_own_loss_of_the_heads_is_found() -> None:
     assert not report.ok and "#7498" in str(report), str(report)
 
 
-def test_a_rank_that_ends_is_named_and_nothing_hangs() -> None:
-    report = check_step(provider, dense_config, forward_step=planted.leaves, layouts=[StepLayout(dp=2)], timeout=60)
-    assert not report.ok and "rank 1: SystemExit: 3 on dp2.padded.mb4" in str(report)
+@pytest.mark.parametrize(
+    ("model", "script", "message"),
+    [
+        (provider, planted.leaves, r"rank 1: SystemExit: 3 at .*planted.py:\d+ \(leaves\) on dp2"),
+        (
+            planted.raises_on_one,
+            None,
+            r"every rank: rank 1: the provider .*planted:raises_on_one \(.*KeyError: 'hidden' at",
+        ),
+        (provider, planted.raises_on_all, r"every rank: this text supports nothing at .*\(raises_on_all\) on dp2"),
+    ],
+)
+def test_a_rank_that_fails_is_named_and_nothing_hangs(model: Any, script: Any, message: str) -> None:
+    """Also if it fails alike on all ranks, while other layouts are right."""
+    report = check_step(model, dense_config, forward_step=script, layouts=[StepLayout(), StepLayout(dp=2)], timeout=60)
+    assert not report.ok and [report.verdict(row) for row in report.rows][-2:] == ["ok", "error"], str(report)
+    assert re.search(message, str(report)), str(report)
     assert report.seconds < 60
+
+
+def test_a_layout_that_is_refused_by_name_is_not_run() -> None:
+    """Sizes that do not divide, attention that takes no context ranks or packed rows, a provider of whole models."""
+    refused = [StepLayout(pp=2), StepLayout(tp=4), StepLayout(cp=2), StepLayout(packed=True)]
+    report = check_step(planted.megatrons_layers, dense_config, layouts=refused)
+    assert report.ok and [report.verdict(row) for row in report.rows] == ["ok", *["not run"] * 3], str(report)
+    for text in ("num_query_groups = 2 at test size is not divisible by 4", "Context parallelism", "packed rows on"):
+        assert text in str(report), str(report)
+    report = check_step(planted.without_stages, dense_config, layouts=[StepLayout(), StepLayout(pp=2)])
+    assert report.ok and "without_stages" in str(report) and "takes no pre_process" in str(report), str(report)
+
+
+def test_frozen_weights_and_buffers_are_those_of_one_process() -> None:
+    layouts = [StepLayout(tp=2, sp=True, packed=True), StepLayout(pp=2), StepLayout(cp=2), StepLayout(recompute=True)]
+    report = check_step(planted.half_frozen, dense_config, layouts=layouts)
+    assert [report.verdict(row) for row in report.rows] == [*["ok"] * 3, "gradient"], str(report)
+    [finding] = report.findings
+    assert finding.factor == 0 and "behind a frozen embedding" in finding.cause  # Megatron's own fault
+    report = check_step(planted.frozen_under_tensor_ranks, dense_config, layouts=[StepLayout(tp=2)])
+    [finding] = report.findings
+    assert finding.weights == ("decoder.layers.0.mlp.linear_fc1.weight",) and "frozen on this layout" in finding.text
 
 
 @pytest.mark.parametrize(
     ("model", "config", "message"),
     [
-        (planted.no_model, dense_config, "the provider returned NoneType; it must return a model"),
+        (planted.no_model, dense_config, r"no_model \(.*planted.py:\d+\) returned NoneType; it must return a GPTModel"),
+        (planted.two_models, dense_config, r"returned a list of 2 \(GPTModel, GPTModel\); it must return a GPTModel"),
+        (planted.linear, dense_config, "returned Linear, which has no config, .*; it must return a GPTModel"),
+        (
+            planted.breaks,
+            dense_config,
+            r"planted:breaks \(.*\) raises KeyError: 'hidden' at .*planted.py:\d+ \(breaks\)",
+        ),
         (planted.engine, dense_config, "needs Transformer Engine.*layer_spec"),
         (provider, planted.no_model, "config is|missing 1 required"),
         (provider, planted.heterogeneous, "heterogeneous_block_specs = True describes each layer and cannot shrink"),
@@ -154,6 +220,29 @@ def test_a_rank_that_ends_is_named_and_nothing_hangs() -> None:
 def test_bad_input(model: Callable[..., Any], config: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         check_step(model, config, layouts=[StepLayout()])
+
+
+@pytest.mark.parametrize(
+    ("callback", "message"),
+    [
+        (
+            planted.returns_none,
+            r"planted:returns_none \(.*planted.py:\d+\) returned NoneType; .* takes \(loss, log\) or",
+        ),
+        (planted.returns_four, r"returns_four .* returned a tuple of 4 \(Tensor, Tensor, dict, int\)"),
+        (planted.detaches, r"detaches .* returned a loss without a gradient; do not detach it"),
+        pytest.param(planted.loops, r"no answer in 10 s, at .*planted.py:\d+ \(loops\)", marks=pytest.mark.slow),
+    ],
+)
+def test_a_callback_that_gives_no_loss(callback: Callable[..., Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        check_step(
+            provider,
+            dense_config,
+            loss_callback=callback,
+            layouts=[StepLayout()],
+            timeout=10 if callback is planted.loops else 60,
+        )
 
 
 @pytest.mark.parametrize(

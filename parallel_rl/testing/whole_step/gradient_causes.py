@@ -1,0 +1,146 @@
+"""The nearest known cause of a group of wrong gradients."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from parallel_rl.testing.whole_step.compare import Compared, WeightError
+from parallel_rl.testing.whole_step.layouts import StepLayout
+
+_NEAR = 1e-3
+_LOG = 0.1  # of the loss that log TP explains
+_NO_BACKWARD = (
+    "the forward pass is right and the backward is not: a collective without its backward, or one with a wrong one"
+)
+
+
+@dataclass(frozen=True)
+class Facts:
+    """Facts about the step that is checked.
+
+    Attributes:
+        script: the step is the user's. heads: of multi-token prediction. experts: the model has some.
+        number: of weights that train in the whole model. frozen: some do not train.
+        random: by how much one process differs from itself with another seed; empty if it does not.
+    """
+
+    script: bool
+    heads: bool
+    experts: bool
+    number: int
+    frozen: bool
+    random: str
+
+
+def gradient_cause(one: Compared, group: Sequence[WeightError], axis: str, facts: Facts) -> str:
+    """Name the nearest known cause of a group of wrong gradients; `axis` is the one that brings them."""
+    layout, first, names = one.layout, group[0], [error.name for error in one.gradients]
+    if math.isinf(first.error) and first.factor is None:
+        return "requires_grad differs between layouts; freeze by the name that a one-process model gives, not by place or rank"
+    alike = len(group) >= facts.number and first.factor is not None and not (first.missing or first.weighed)
+    if facts.script and layout.tp > 1 and abs(one.loss_shift - math.log(layout.tp)) < _LOG:
+        return (
+            "the loss is too large by log TP: logits are gathered before the loss (parallel_output = False); build the model "
+            "with parallel_output = True"
+        )
+    if alike and first.factor is not None and (sizes := _of_sizes(first.factor, layout, axis)):
+        return f"the whole loss is {sizes}"
+    if first.missing:
+        return _of_parts(first)
+    if all(".experts." in name for name in names):
+        return (
+            "gradients of experts: a dispatcher drops tokens or gradients, or experts are reduced over ranks that hold others "
+            "(allreduce = False and the expert data parallel group belong to them)"
+        )
+    if facts.experts and layout.balance and ".router." in max(one.gradients, key=lambda error: error.error).name:
+        return (
+            "the routers' own losses are scaled by a rank's tokens (Megatron-LM #7481, #5996; before 0.19 by 1/(TP·CP) with "
+            "calculate_per_token_loss), or their mask is another group's; forward_backward scales them"
+        )
+    if facts.script and facts.heads and one.loss <= _NEAR and any(name.startswith("mtp.") for name in names):
+        return (
+            "the heads' loss is divided by the tokens of a micro-batch or shard (Megatron-LM #7498, #3159); divide by the "
+            "step's, as forward_backward(mtp_loss=) does"
+        )
+    if first.weighed is not None:
+        return _of_counts(one, first.weighed.factor, first.weighed.local)
+    if alike and abs(first.factor or 0.0) > _NEAR:
+        return "every gradient has one factor, which is no size of the layout: its loss is scaled on this layout alone"
+    if facts.script and len(names) >= 0.9 * facts.number and not one.loss <= _NEAR:
+        return "other tokens carry loss than on one process: a mask or labels of another rank's part of the rows"
+    return _of_factor(one, first, axis, facts)
+
+
+def _of_parts(first: WeightError) -> str:
+    if first.missing == ("tensor",):
+        return (
+            "a weight that tensor ranks hold whole sees a part of the sequence on each; set sequence_parallel = True on it, so "
+            "that finalize_model_grads sums it"
+        )
+    if "context" in first.missing:
+        return "gradients are not summed over context ranks; reduce over get_data_parallel_group(with_context_parallel=True)"
+    return f"gradients are not summed over {' × '.join(first.missing)} ranks"
+
+
+def _of_sizes(factor: float, layout: StepLayout, axis: str) -> str:
+    """Describe a factor that is the product of the layout's sizes or its reciprocal; empty if it is neither."""
+    sizes = {
+        "tensor ranks": layout.tp,
+        "context ranks": layout.cp,
+        "data ranks": layout.dp,
+        "micro-batches": layout.micro // layout.dp,
+        "pipeline ranks": layout.pp,
+    }
+    named = [(name, size) for name, size in sizes.items() if size > 1]
+    for number in range(1, len(named) + 1):
+        several = list(itertools.combinations(named, number))
+        several.sort(key=lambda chosen: -sum(name.partition(" ")[0] in axis for name, _ in chosen))
+        for chosen in several:
+            product = math.prod(size for _, size in chosen)
+            text = " × ".join(f"{size} {name}" for name, size in chosen)
+            if abs(factor / product - 1) < _NEAR:
+                return f"counted once for each of {text}"
+            if abs(factor * product - 1) < _NEAR:
+                return f"averaged over {text}, whose parts add up"
+    return ""
+
+
+def _of_counts(one: Compared, factor: float, local: bool) -> str:
+    """Name the cause of tokens that weigh too much or too little."""
+    if local and one.layout.cp > 1 and not one.layout.per_token:
+        return (
+            "a callback of three values without calculate_per_token_loss is divided by the tokens of each shard (Megatron-LM "
+            "#7513); set calculate_per_token_loss, or return two values scaled by the step's counts"
+        )
+    if local and not one.layout.per_token:
+        return (
+            "an average of micro-batches' averages (Megatron-LM #4590): tokens weigh by how few they came with; set "
+            "calculate_per_token_loss and return (sum, tokens, log)"
+        )
+    if local:
+        return "a local count: what a micro-batch or shard holds divides its loss; divide by the counts of the step"
+    if abs(factor) < _NEAR:
+        return "the tokens of this part do not train: its loss or its backward is left out"
+    if round(factor) > 1 and abs(factor - round(factor)) < _NEAR:
+        return f"this part of the step is added {round(factor)} times: it is run, or its gradient is summed, more than once"
+    return "this part of the step has a factor of its own: a weight or a mean that other ranks and micro-batches lack"
+
+
+def _of_factor(one: Compared, first: WeightError, axis: str, facts: Facts) -> str:
+    """Name the cause of one factor, or of an error that has none."""
+    layout, factor = one.layout, first.factor
+    if factor is not None and abs(factor) < _NEAR and layout.recompute and facts.frozen:
+        return (
+            "full recomputation drops the gradients of layers whose input needs none, as behind a frozen embedding; have its "
+            "output need one: model.embedding.register_forward_hook(lambda module, args, out: out.requires_grad_())"
+        )
+    if factor is not None and abs(factor) < _NEAR:
+        return "the gradient is lost: a detached tensor, a frozen weight, or a reduction that leaves it out"
+    if factor is not None and (sizes := _of_sizes(factor, layout, axis)):
+        return sizes
+    if not one.loss <= _NEAR:
+        return "the forward pass differs on this layout: positions, a mask or a sum that do not suit a rank's part"
+    return _NO_BACKWARD

@@ -1,0 +1,67 @@
+"""Refusals of a layout by name, and the user's line that an error comes from."""
+
+from __future__ import annotations
+
+import dis
+import re
+from pathlib import Path
+from types import TracebackType
+
+_PREFIX = "Inapplicable: "
+_OWNERS = ("megatron.core.", "parallel_rl.")
+# of Megatron's and this library's refusals; their other errors are failures
+_BY_NAME = re.compile(r"\bsupport|divisible|takes padded ones only|on a CPU give|without also enabling", re.IGNORECASE)
+_FRAME = re.compile(r'File "(?P<file>[^"<>]+)", line (?P<line>\d+),? in (?P<function>\S+)')
+_LIBRARIES = ("/site-packages/", "/dist-packages/", "/lib/python3", str(Path(__file__).parents[2]) + "/")
+
+
+class Inapplicable(ValueError):
+    """A layout that the model's sizes, its provider or Megatron does not take: it is not run, and that is no failure.
+
+    >>> issubclass(Inapplicable, ValueError)
+    True
+    """
+
+
+def refusal(error: BaseException) -> str:
+    """Return the text of an error that refuses a layout by name; empty for any other error.
+
+    Megatron and this library refuse with a raise or an assertion of their own whose text says what is not supported.
+
+    >>> refusal(Inapplicable("num_layers = 2 at test size is not divisible by 4"))
+    'num_layers = 2 at test size is not divisible by 4'
+    >>> refusal(KeyError("hidden"))
+    ''
+    """
+    if isinstance(error, Inapplicable):
+        return str(error)
+    if not isinstance(error, ValueError | AssertionError | NotImplementedError) or error.__traceback__ is None:
+        return ""
+    last: TracebackType = error.__traceback__
+    while last.tb_next is not None:
+        last = last.tb_next
+    code, module = last.tb_frame.f_code, str(last.tb_frame.f_globals.get("__name__", ""))
+    raised = dis.opname[code.co_code[last.tb_lasti]] == "RAISE_VARARGS"
+    return str(error) if raised and module.startswith(_OWNERS) and _BY_NAME.search(str(error)) else ""
+
+
+def refused(text: str) -> str:
+    """Return the reason in a rank's error "Inapplicable: reason"; empty for any other error.
+
+    >>> refused("Inapplicable: rows cannot be cut"), refused("ValueError: x")
+    ('rows cannot be cut', '')
+    """
+    return text.removeprefix(_PREFIX) if text.startswith(_PREFIX) else ""
+
+
+def user_place(trace: str, *, innermost_first: bool = False) -> str:
+    """Return `file:line (function)` of the user's innermost frame in a printed traceback; empty if it has none.
+
+    >>> user_place('File "/home/me/model.py", line 12, in provider')
+    '/home/me/model.py:12 (provider)'
+    """
+    frames = [frame for frame in _FRAME.finditer(trace) if not any(part in frame["file"] for part in _LIBRARIES)]
+    if not frames:
+        return ""
+    frame = frames[0] if innermost_first else frames[-1]
+    return f"{frame['file']}:{frame['line']} ({frame['function']})"
