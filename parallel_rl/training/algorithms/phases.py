@@ -119,6 +119,8 @@ def _takes(config: TrainConfig, section: Section) -> dict[str, int]:
     """Dynamic sampling sets aside what its later rounds may need."""
     if isinstance(section, PreferenceConfig):
         return {section.source: section.records}
+    if isinstance(section, SupervisedConfig):
+        return {section.source: section.batch_size}
     if isinstance(section, RLConfig):
         experts = {"examples": section.experts} if section.experts else {}
         if config.data.rollouts is not None:

@@ -16,6 +16,7 @@ from parallel_rl.training.config.fields import (
     OBSERVED,
     OF_TEACHER,
     RECORDED_FIELDS,
+    STEP_LABELS,
     check_fields_available,
 )
 from parallel_rl.training.config.sections import OptimizerConfig
@@ -26,7 +27,8 @@ from parallel_rl.training.config.server import ServerConfig
 class SupervisedConfig:
     """Steps on `data.examples`, `batch_size` sequences each: the warm-up, or supervised fine-tuning itself.
 
-    loss: one that reads tokens only: nll (SFT), sft_is, sft_phi.
+    loss: one that reads tokens only: nll (SFT), sft_is, sft_phi; or prm, a process reward model, which learns from
+        `data.solutions`.
     """
 
     steps: int
@@ -36,7 +38,18 @@ class SupervisedConfig:
 
     def __post_init__(self) -> None:
         at_least(self, steps=1, batch_size=1)
-        check_fields_available(self.loss, {})
+        check_fields_available(self.loss, {STEP_LABELS: ""})
+        ids = self.loss.options.get("reward_token_ids")
+        if self.source == "solutions" and (not isinstance(ids, list | tuple) or len(ids) != 2):
+            raise ValueError(
+                f"loss.options.reward_token_ids = {ids} is not valid: the steps of data.solutions are good or bad; two "
+                "token ids are needed, the good one first"
+            )
+
+    @property
+    def source(self) -> str:
+        """The source of the records: examples, or solutions for a loss that reads labels of steps."""
+        return "solutions" if STEP_LABELS in self.loss.requirements.names else "examples"
 
 
 @dataclass(frozen=True)
