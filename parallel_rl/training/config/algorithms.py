@@ -8,7 +8,7 @@ from typing import Literal
 from parallel_rl.advantages import AdvantageEstimator
 from parallel_rl.advantages.grouped import GRPO
 from parallel_rl.config.strict import at_least
-from parallel_rl.experience import AdaptiveKLController, DynamicSampling, Overlong
+from parallel_rl.experience import AdaptiveKLController, DynamicSampling, FailedSamplesConfig, Overlong
 from parallel_rl.functional.kl import KLType
 from parallel_rl.losses.choice import LossConfig
 from parallel_rl.training.config.fields import (
@@ -119,6 +119,7 @@ class RLConfig:
         dynamic_sampling: which prompts stay, by the mean reward of their samples; others take the places of those that do not
             (DAPO).
         overlong: what becomes of the rewards of long or truncated completions.
+        failed_samples: what becomes of samples whose reward function fails or whose log-probs are no finite numbers.
         server: where the samples come from when the trainer does not draw them itself.
         experts: demonstrations from `data.examples` beside the samples of each step, for a loss that reads `expert_mask`.
         advantages: an estimator by its name, with its options, see `parallel_rl.advantages`.
@@ -140,6 +141,7 @@ class RLConfig:
     record: bool = False
     dynamic_sampling: DynamicSampling | None = None
     overlong: Overlong | None = None
+    failed_samples: FailedSamplesConfig = field(default_factory=FailedSamplesConfig)
     server: ServerConfig | None = None
     experts: int = 0
     advantages: AdvantageEstimator = field(default_factory=GRPO)
