@@ -13,6 +13,8 @@ HELD_OUT = 100
 COPIES = 2  # demonstrations per prompt
 RIGHT = 0.15  # of the demonstrations
 DESIRABLE = 0.25  # of the labelled answers
+SOLUTIONS = 800
+GOOD_STEP = 0.7  # of the steps of a solution
 ERRORS = (-1, 1, 10)
 
 
@@ -26,6 +28,14 @@ def prompt(a: int, b: int) -> str:
 
 def wrong(rng: random.Random, total: int) -> str:
     return two_digits(rng.choice([total + error for error in ERRORS if 0 <= total + error <= 99]))
+
+
+def solution(rng: random.Random, a: int, b: int) -> dict[str, object]:
+    """Add the ones, the tens, and both, each step right or wrong."""
+    steps = (a % 10 + b % 10, a // 10 * 10 + b // 10 * 10, a + b)
+    labels = [rng.random() < GOOD_STEP for _ in steps]
+    texts = [two_digits(step) if good else wrong(rng, step) for step, good in zip(steps, labels, strict=True)]
+    return {"prompt": prompt(a, b), "completions": texts, "labels": labels}
 
 
 def write(path: Path, rows: list[dict[str, object]]) -> None:
@@ -57,6 +67,7 @@ def main(folder: Path) -> None:
         for a, b, right in labelled
     ]
     write(folder / "arithmetic_answers.jsonl", answers)
+    write(folder / "arithmetic_solutions.jsonl", [solution(rng, a, b) for a, b in train[:SOLUTIONS]])
 
 
 if __name__ == "__main__":

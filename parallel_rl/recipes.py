@@ -71,7 +71,7 @@ def summary(path: Path) -> str:
 def runs(path: Path) -> bool:
     """Return whether `parallel-rl train` runs a recipe; it lacks the data of the others.
 
-    >>> runs(find_recipe("grpo")), runs(find_recipe("prm"))
+    >>> runs(find_recipe("grpo")), runs(find_recipe("value"))
     (True, False)
     """
     return not any(line.startswith("needs:") for line in path.read_text(encoding="utf-8").splitlines())

@@ -108,7 +108,7 @@ def test_a_run_from_the_shell(tmp_path: Path) -> None:
             ["--recipe", "grpo", "--rl.advantages", "gae"],
             "rl: advantages.name = 'gae' reads values, which 'critic' gives",
         ),
-        (["--recipe", "prm"], "prm.yaml is a loss without a run: it needs the labels of a solution's steps"),
+        (["--recipe", "value"], "value.yaml is a loss without a run: it needs a policy whose returns it"),
         (["--recipe", "distillation"], "distillation needs the key 'teacher', which is missing"),
         (["--recipe", "grpo", "--rl.loss.name", "dpo", "--rl.loss.options", "{}"], "reads (chosen, rejected) pairs"),
         (
@@ -192,7 +192,7 @@ def test_a_recipe_is_found_and_refused_before_any_work(capsys: pytest.CaptureFix
     listed = capsys.readouterr().out.splitlines()
     assert len(listed) > 40 and any(line.startswith("gspo ") and "GSPO: group sequence" in line for line in listed)
     marked = [line.split()[0] for line in listed if line.endswith("(load_recipe only: `train` lacks its data)")]
-    assert marked == ["prm", "self_distillation", "trajectory_mean", "turn_gspo", "value"]
+    assert marked == ["self_distillation", "trajectory_mean", "turn_gspo", "value"]
     assert main(["recipes", "GSPO"]) == 0
     page = capsys.readouterr().out
     assert all(

@@ -14,7 +14,7 @@ Tree = dict[str, object]
 
 # keys below which a text, or each text of a list, is a path that starts at the file's folder
 _PATHS = (
-    *(("data", source) for source in ("train", "held_out", "examples", "pairs", "answers", "rollouts")),
+    *(("data", source) for source in ("train", "held_out", "examples", "pairs", "answers", "solutions", "rollouts")),
     ("tokenizer", "hf"),
     ("model", "hf"),
     ("run", "init_from"),

@@ -12,6 +12,7 @@ from parallel_rl.experience.completion_server import (
 )
 from parallel_rl.experience.completions import Completion
 from parallel_rl.experience.dynamic_sampling import Drawn, DynamicSampling, draw_groups
+from parallel_rl.experience.failures import FailedSamplesConfig, SampleFailures
 from parallel_rl.experience.http_reward import HTTPReward, HTTPRewardConfig, RewardServerError
 from parallel_rl.experience.kl_control import AdaptiveKLController, FixedKLController, kl_controller
 from parallel_rl.experience.maker import ExperienceMaker, Made, Sources, text_rewards
@@ -41,6 +42,7 @@ __all__ = [
     "Experience",
     "ExperienceConfig",
     "ExperienceMaker",
+    "FailedSamplesConfig",
     "FixedKLController",
     "HTTPReward",
     "HTTPRewardConfig",
@@ -51,6 +53,7 @@ __all__ = [
     "RewardServerError",
     "RewardShaping",
     "RunningMoments",
+    "SampleFailures",
     "Samples",
     "Sampling",
     "SoftOverlong",

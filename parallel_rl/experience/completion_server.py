@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Literal
 
 import torch
@@ -83,6 +84,8 @@ class CompletionServerConfig(PostingConfig):
 class Sampling:
     """Sampling options: at most `max_tokens`, or up to one of `ends`, at `temperature`, truncated by top-k, then top-p.
 
+    A completion with a `fault` is drawn again by other seeds, at most `redraws` times.
+
     Raises:
         ValueError: k outside [1, vocab_size], p outside (0, 1].
     """
@@ -94,6 +97,7 @@ class Sampling:
     seed: int = 0
     top_k: int | None = None
     top_p: float | None = None
+    redraws: int = 0
 
     def __post_init__(self) -> None:
         Truncation(self.top_k, self.top_p).check(self.vocab_size)
@@ -125,12 +129,15 @@ class CompletionServer:
             CompletionServerError: the last attempt failed, or an answer is not what was asked for.
         """
         with self._stopping() as stop:
-            return gather(self._submit(prompts, sample_ids, sampling, stop), stop)
+            completions = gather(self._submit(prompts, sample_ids, sampling, stop), stop)
+        if faults := [completion.fault for completion in completions if completion.fault is not None]:
+            raise CompletionServerError(faults[0])
+        return completions
 
     def submit(
         self, prompts: Sequence[Sequence[int]], sample_ids: Sequence[int], sampling: Sampling | None = None
     ) -> list[Future[Completion]]:
-        """Do as `complete` without waiting: one future a sample."""
+        """Do as `complete` without waiting: one future a sample, whose completion may have a `fault`."""
         return self._submit(prompts, sample_ids, sampling, self._stop)
 
     def close(self) -> None:
@@ -174,23 +181,43 @@ class CompletionServer:
         completions: list[Future[Completion]] = [Future() for _ in prompts]
         for rows in _batches(prompts, self.config.batch_size):
             asked, ids = [list(prompts[row]) for row in rows], tuple(sample_ids[row] for row in rows)
-            body = self._body(asked, [seeds[row] for row in rows], sampling)
             expected = Expected(ids, sampling.max_tokens, sampling.vocab_size, sampling.ends)
-            request = self._workers.submit(lambda body=body, expected=expected: self._ask(body, expected, stop))  # type: ignore[misc]
+            work = partial(self._ask, asked, [seeds[row] for row in rows], sampling, expected, stop)
+            request = self._workers.submit(work)
             request.add_done_callback(lambda done, rows=rows: _share(done, [completions[row] for row in rows]))  # type: ignore[misc]
         return completions
 
-    def _ask(self, body: object, expected: Expected, stop: threading.Event) -> list[Completion]:
+    def _ask(
+        self,
+        prompts: list[list[int]],
+        seeds: Sequence[int],
+        sampling: Sampling,
+        expected: Expected,
+        stop: threading.Event,
+    ) -> list[Completion]:
         path, read = _APIS[self.config.api]
         asked = [""]  # the server of each attempt
+        completions: list[Completion] = []
         with self._loads.request() as choose:
 
             def address(attempt: int) -> str:
                 asked.append(choose())
                 return asked[-1] + path
 
-            found = self._poster.post(address, body, lambda raw: read(raw, expected), stop)
-        return [replace(completion, url=asked[-1]) for completion in found]
+            for number in range(sampling.redraws + 1):
+                body = self._body(prompts, [(seed + number) & _SEEDS for seed in seeds], sampling)
+                drawn = self._poster.post(address, body, lambda raw: read(raw, expected), stop)
+                drawn = [self._placed(completion, asked[-1], path) for completion in drawn]
+                pairs = zip(completions or drawn, drawn, strict=True)
+                completions = [old if old.fault is None else new for old, new in pairs]
+                if all(completion.fault is None for completion in completions):
+                    break
+        return completions
+
+    def _placed(self, completion: Completion, url: str, path: str) -> Completion:
+        """Add the server to a completion and to its fault."""
+        fault = None if completion.fault is None else str(self._poster.failure(url + path, completion.fault))
+        return replace(completion, url=url, fault=fault)
 
     def _body(self, prompts: list[list[int]], seeds: list[int], own: Sampling) -> dict[str, object]:
         common = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -12,7 +13,7 @@ from parallel_rl.experience.http_client import PassingError, read_json
 # the logarithm of a softmax in float32 can come out this far above 0
 _ROUNDING = 1e-5
 # what vLLM writes for −∞, which JSON lacks
-_MINUS_INFINITY = -9999.0
+MINUS_INFINITY = -9999.0
 _PREFIX = "token_id:"
 _DIGITS = re.compile(r"[0-9]{1,18}")
 
@@ -25,6 +26,7 @@ class Completion:
         stopped: it came to an end token; else it was cut off.
         version: of the policy that drew it, if the server gives one.
         url: of the server, where it is known.
+        fault: the message of a log-prob that is no finite number of at most 0; that log-prob is NaN.
     """
 
     tokens: tuple[int, ...]
@@ -32,6 +34,7 @@ class Completion:
     stopped: bool
     version: int | None
     url: str | None = field(default=None, compare=False)
+    fault: str | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True)
@@ -142,11 +145,12 @@ def _completion(
             raise ValueError(
                 f"{where}: token {place} is {brief(token)}, outside the vocabulary [0, {expected.vocab_size})"
             )
-    for place, value in enumerate(logprobs):
-        if not (is_finite(value) and _MINUS_INFINITY < value <= _ROUNDING):
-            raise ValueError(
-                f"{where}: the log-prob of token {place} is {brief(value)}; a finite number of at most 0 is needed"
-            )
+    known = [is_finite(value) and MINUS_INFINITY < value <= _ROUNDING for value in logprobs]
+    fault = None
+    if not all(known):
+        place = known.index(False)
+        value = brief(logprobs[place])
+        fault = f"{where}: the log-prob of token {place} is {value}; a finite number of at most 0 is needed"
     if early := [token for token in tokens[:-1] if token in expected.ends]:
         raise ValueError(f"{where}: the end token {early[0]} stands before the end of {brief(tokens)}")
     stopped = tokens[-1] in expected.ends  # SGLang calls it "length" where the end token is the last that was allowed
@@ -155,7 +159,8 @@ def _completion(
         raise ValueError(
             f"{where}: it stopped at token {tokens[-1]}; the end token {ends} and its log-prob must come back, too"
         )
-    return Completion(tuple(tokens), tuple(min(float(x), 0.0) for x in logprobs), stopped, version)
+    values = tuple(min(float(x), 0.0) if good else math.nan for x, good in zip(logprobs, known, strict=True))
+    return Completion(tuple(tokens), values, stopped, version, fault=fault)
 
 
 def _version(given: object) -> int | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import threading
 from collections.abc import Mapping, Sequence
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from parallel_rl.config.json_text import brief, is_finite
 from parallel_rl.config.shown import Secret, check_address
+from parallel_rl.experience.failures import Scored
 from parallel_rl.experience.http_client import Poster, PostingConfig, ServerError, read_json
 from parallel_rl.experience.workers import Workers, gather
 
@@ -95,6 +97,23 @@ class HTTPReward:
             ValueError: lists of different lengths.
             RewardServerError: the last attempt failed, or an answer is not one finite number a sample.
         """
+        scored = self.score(prompts, completions, answers, extras)
+        if scored.faults:
+            raise scored.faults[min(scored.faults)]
+        return scored.rewards
+
+    def score(
+        self,
+        prompts: Sequence[str],
+        completions: Sequence[str],
+        answers: Sequence[object],
+        extras: Sequence[Mapping[str, object]] | None = None,
+    ) -> Scored:
+        """Score N samples, of which some may fail: their rewards are no finite numbers.
+
+        Raises:
+            ValueError, RewardServerError: as for a call, but for such a reward.
+        """
         if not len(prompts) == len(completions) == len(answers):
             raise ValueError(
                 f"{len(prompts)} prompts, {len(completions)} completions and {len(answers)} answers; their numbers must be "
@@ -111,24 +130,28 @@ class HTTPReward:
                 # Parquet has dates and the like, which JSON lacks
                 body["extras"] = json.loads(json.dumps(list(map(dict, extras[first : first + size])), default=str))
             futures.append(workers.submit(lambda body=body: self._score(body, stop)))  # type: ignore[misc]
-        rewards = [reward for batch in gather(futures, stop) for reward in batch]
-        return torch.tensor(rewards, dtype=torch.float64)
+        values = [value for batch in gather(futures, stop) for value in batch]
+        faults = {row: value for row, value in enumerate(values) if isinstance(value, str)}
+        rewards = [math.nan if isinstance(value, str) else value for value in values]
+        errors = {row: self._poster.failure(self.config.url, fault) for row, fault in faults.items()}
+        return Scored(torch.tensor(rewards, dtype=torch.float64), errors)
 
-    def _score(self, body: dict[str, list], stop: threading.Event) -> list[float]:
+    def _score(self, body: dict[str, list], stop: threading.Event) -> list[float | str]:
         count = len(body["query"])
         return self._poster.post(self.config.url, body, lambda answer: _rewards(answer, count), stop)
 
 
-def _rewards(answer: bytes, count: int) -> list[float]:
+def _rewards(answer: bytes, count: int) -> list[float | str]:
+    """List the rewards of an answer, with a message in place of each that is no finite number."""
     reply = read_json(answer)
     rewards = reply.get("rewards") if isinstance(reply, dict) else None
     if not isinstance(rewards, list):
         raise ValueError(f'the answer is not {{"rewards": [...]}}: {answer[:200]!r}')
     if len(rewards) != count:
         raise ValueError(f"{len(rewards)} rewards came back for {count} samples")
-    for index, reward in enumerate(rewards):
-        if not is_finite(reward):
-            raise ValueError(
-                f"reward {index} of {count} is {brief(reward)}; a finite number is needed, in float32, too"
-            )
-    return [float(reward) for reward in rewards]
+    return [
+        float(reward)
+        if is_finite(reward)
+        else f"reward {index} of {count} is {brief(reward)}; a finite number is needed, in float32, too"
+        for index, reward in enumerate(rewards)
+    ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Generic, NamedTuple, TypeVar
@@ -14,6 +15,7 @@ from parallel_rl.advantages.table import SampleTable, by_group
 from parallel_rl.agreement import raise_on_all_ranks
 from parallel_rl.config.strict import configure
 from parallel_rl.experience.dynamic_sampling import Drawn, draw_groups
+from parallel_rl.experience.failures import SampleFailures, failed_logprobs, without_failed_logprobs, without_lone
 from parallel_rl.experience.kl_control import kl_controller
 from parallel_rl.experience.maker_config import ExperienceConfig
 from parallel_rl.experience.pipeline import Models, ask_models, compute_advantages, is_truncated, shape_rewards
@@ -35,7 +37,8 @@ class Sources(Models, Generic[PromptT]):
     Attributes:
         generate: (prompts, n) -> n samples of each prompt, those of a prompt together. It does not communicate over data ranks,
             which may call it a different number of times.
-        score: samples -> [N] raw rewards, or [N, K] for an estimator that reads `reward_components`; see `text_rewards`.
+        score: samples -> [N] raw rewards, or [N, K] for an estimator that reads `reward_components`; see `text_rewards`. It is
+            called again for samples whose reward is not finite.
         more: how many -> that many other prompts, for dynamic sampling.
     """
 
@@ -47,6 +50,8 @@ class Sources(Models, Generic[PromptT]):
 def text_rewards(reward: RewardFunction) -> Callable[[Samples], Tensor]:
     """A score for `Sources` from a reward function on texts: of `prompts`, `completions` and `answers` (none: empty ones).
 
+    The reward of a sample that failed is NaN, with a warning.
+
     >>> from parallel_rl.experience import padded_samples, reward_function
     >>> samples = replace(padded_samples([[1]], [[2]]), prompts=("1+1=",), completions=("2",), answers=("2",))
     >>> text_rewards(reward_function("exact_match"))(samples)
@@ -56,7 +61,10 @@ def text_rewards(reward: RewardFunction) -> Callable[[Samples], Tensor]:
     def score(samples: Samples) -> Tensor:
         if samples.prompts is None or samples.completions is None:
             raise ValueError("rewards of texts need samples with prompts and completions, which are missing")
-        return reward(samples.prompts, samples.completions, samples.answers or ("",) * len(samples))
+        scored = reward.score(samples.prompts, samples.completions, samples.answers or ("",) * len(samples))
+        for fault in [*scored.faults.values()][:1]:
+            warnings.warn(str(fault), stacklevel=2)
+        return scored.rewards
 
     return score
 
@@ -95,7 +103,7 @@ class ExperienceMaker(Generic[PromptT]):
         self.groups = groups or ParallelGroups()
         estimator = self.config.advantages
         self.controller = kl_controller(estimator.kl_coefficient, self.config.kl_target, self.config.kl_horizon)
-        self.running = RunningMoments()
+        self.running, self.failures = RunningMoments(), SampleFailures(self.config.failed_samples)
         for name in estimator.needs:
             source, given = self._source(name)
             if not given:
@@ -111,7 +119,7 @@ class ExperienceMaker(Generic[PromptT]):
 
         Raises:
             ValueError: what a source raised on any rank, or gave in a wrong shape; no prompts; what `estimate` refuses; dynamic
-                sampling that ran out of rounds. On all data ranks alike.
+                sampling that ran out of rounds; too many samples that failed. On all data ranks alike.
         """
         config, groups = self.config, self.groups
         drawn = self._draw(prompts)
@@ -142,7 +150,8 @@ class ExperienceMaker(Generic[PromptT]):
             info=_info(made, total, kl),
             others={},
         )
-        return Made(made, _metrics(made, drawn, clipped & keep, counts=groups.cp_rank == 0))
+        failed = self.failures.metrics() if groups.dp_rank == 0 else dict.fromkeys(self.failures.metrics(), 0.0)
+        return Made(made, _metrics(made, drawn, clipped & keep, failed, counts=groups.cp_rank == 0))
 
     def state_dict(self) -> dict[str, dict[str, float]]:
         """The state for a checkpoint: of the KL controller and of the running moments of the rewards."""
@@ -172,14 +181,21 @@ class ExperienceMaker(Generic[PromptT]):
         sources, size, groups = self.sources, self.config.samples_per_prompt, self.groups
 
         def draw(missing: Sequence[int], number: int) -> tuple[Samples, Tensor] | None:
-            def work() -> tuple[Samples, Tensor] | None:
+            def work() -> tuple[Samples, Tensor, dict[str, Tensor]] | None:
                 asked = _others(sources, len(missing)) if number else prompts
                 # a rank that has all it needs only keeps the others company, but for the first round
-                return _generate(sources, asked, size) if asked or not number else None
+                return _generate(sources, asked, size, self.failures) if asked or not number else None
 
-            return raise_on_all_ranks(work, [groups.data])
+            result = raise_on_all_ranks(work, [groups.data])
+            self.failures.count(*((0, {}) if result is None else (len(result[0]), result[2])), data=groups.data)
+            if result is None:
+                return None
+            grouped = self.config.advantages.grouped
+            return result[0], without_lone(result[1], size) if grouped else result[1]
 
         drawn = draw_groups(draw, len(prompts), size, self.config.dynamic_sampling, groups, in_place=False)
+        failed = drawn.rewards.isnan() if drawn.rewards.dim() == 1 else drawn.rewards.isnan().any(1)
+        drawn = drawn._replace(keep=drawn.keep & ~failed, rewards=drawn.rewards.nan_to_num(0.0))
         samples = drawn.samples
         if samples.group_ids is None:
             own = torch.arange(len(samples)) // size + (groups.dp_rank << 40)  # ids of no other rank
@@ -191,24 +207,63 @@ class ExperienceMaker(Generic[PromptT]):
         return drawn._replace(samples=samples)
 
 
-def _generate(sources: Sources[PromptT], prompts: Sequence[PromptT], count: int) -> tuple[Samples, Tensor]:
+def _generate(
+    sources: Sources[PromptT], prompts: Sequence[PromptT], count: int, failures: SampleFailures
+) -> tuple[Samples, Tensor, dict[str, Tensor]]:
+    """Samples and their rewards, NaN for those that failed, with masks of these by cause."""
     if not prompts:
         raise ValueError("there are no prompts to make experience of")
+    samples, retries = _samples(sources, prompts, count), failures.config.retries
+    for _ in range(retries):
+        failed = failed_logprobs(samples)
+        if not (places := sorted({row // count for row in failed.nonzero()[:, 0].tolist()})):
+            break
+        samples = _redrawn(samples, _samples(sources, [prompts[place] for place in places], count), failed, places)
+    rewards = _rewards(sources, samples)
+    for _ in range(retries):
+        rows = (~rewards.isfinite()).view(len(samples), -1).any(1).nonzero()[:, 0]
+        if not len(rows):
+            break
+        rewards[rows] = _rewards(sources, samples.select(rows))
+    samples, lost = without_failed_logprobs(samples)
+    rewards = rewards.to(samples.lengths.device)
+    unscored = (~rewards.isfinite()).view(len(samples), -1).any(1)
+    if bool(lost.any()):
+        failures.report(
+            "logprobs", f"generate gave a log-prob that is not finite, of sample {int(lost.nonzero()[0, 0])}"
+        )
+    if bool(unscored.any()):
+        failures.report("reward", f"score gave a reward that is not finite, of sample {int(unscored.nonzero()[0, 0])}")
+    rewards[lost | unscored] = torch.nan
+    return samples, rewards, {"logprobs": lost, "reward": unscored & ~lost}
+
+
+def _samples(sources: Sources[PromptT], prompts: Sequence[PromptT], count: int) -> Samples:
     samples = sources.generate(prompts, count)
     if len(samples) != len(prompts) * count or samples.packed:
         layout = "packed" if samples.packed else "padded"
         raise ValueError(
             f"generate gave {len(samples)} {layout} samples for {len(prompts)} prompts; {count} padded ones of each are needed"
         )
+    return samples
+
+
+def _redrawn(samples: Samples, fresh: Samples, failed: Tensor, places: Sequence[int]) -> Samples:
+    """The samples, with fresh ones of the prompts at `places` for those that failed; group ids stay."""
+    count = len(fresh) // len(places)
+    rows = [
+        len(samples) + places.index(row // count) * count + row % count if bad else row
+        for row, bad in enumerate(failed.tolist())
+    ]
+    return replace(Samples.concat([samples, fresh]).select(rows), group_ids=samples.group_ids)
+
+
+def _rewards(sources: Sources[PromptT], samples: Samples) -> Tensor:
     rewards = sources.score(samples)
     if not isinstance(rewards, Tensor) or rewards.dim() not in (1, 2) or len(rewards) != len(samples):
         got = list(rewards.shape) if isinstance(rewards, Tensor) else type(rewards).__name__
         raise ValueError(f"score must give [N] or [N, K] rewards of N = {len(samples)} samples, got {got}")
-    if not bool(rewards.isfinite().all()):
-        raise ValueError(
-            f"score gave a reward that is not finite, of sample {int((~rewards.isfinite()).nonzero()[0, 0])}"
-        )
-    return samples, rewards.double().to(samples.lengths.device)
+    return rewards.double()
 
 
 def _whole(table: SampleTable, size: int) -> Tensor:
@@ -239,7 +294,7 @@ def _info(samples: Samples, rewards: Tensor, kl: Tensor) -> dict[str, Tensor]:
     }
 
 
-def _metrics(made: Experience, drawn: Drawn, clipped: Tensor, *, counts: bool) -> Metrics:
+def _metrics(made: Experience, drawn: Drawn, clipped: Tensor, failed: Mapping[str, float], *, counts: bool) -> Metrics:
     """Means over the samples that count, of all ranks, once they are reduced; one of those with the same samples `counts`."""
     keep, count = drawn.keep, drawn.keep.sum().double()
     assert made.info is not None and made.rewards is not None and made.kl is not None
@@ -256,6 +311,7 @@ def _metrics(made: Experience, drawn: Drawn, clipped: Tensor, *, counts: bool) -
             "truncated_fraction": mean(is_truncated(made)),
             "kl": Metric("ratio", made.kl.double().sum(), tokens),
             "samples": Metric("count", count * counts),
+            **{name: Metric("count", torch.tensor(n * counts, device=keep.device)) for name, n in failed.items()},
             "prompts_tried": Metric("count", torch.tensor(float(drawn.tried * counts), device=keep.device)),
         }
     )

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from parallel_rl.advantages import AdvantageEstimator
 from parallel_rl.advantages.grouped import GRPO
 from parallel_rl.experience.dynamic_sampling import DynamicSampling
+from parallel_rl.experience.failures import FailedSamplesConfig
 from parallel_rl.experience.kl_control import kl_controller
 from parallel_rl.experience.shaping import RewardShaping
 from parallel_rl.functional.kl import KLType
@@ -23,6 +24,7 @@ class ExperienceConfig(RewardShaping):
         advantages: the estimator; its `kl_coefficient` is where the KL controller starts.
         weight_clip: advantages are multiplied by min(P/P', weight_clip), P' of the step's P prompts having rewards that differ.
         mask_truncated: truncated responses are not trained on; their rewards stay in their groups' baselines.
+        failed_samples: what becomes of samples without a finite reward or finite log-probs.
         kl_target, kl_horizon: make the coefficient adaptive, see `AdaptiveKLController`; the controller moves last.
     """
 
@@ -32,6 +34,7 @@ class ExperienceConfig(RewardShaping):
     advantages: AdvantageEstimator = field(default_factory=GRPO)
     weight_clip: float | None = None
     mask_truncated: bool = False
+    failed_samples: FailedSamplesConfig = field(default_factory=FailedSamplesConfig)
     kl_target: float | None = None
     kl_horizon: float | None = None
 

@@ -19,6 +19,7 @@ from parallel_rl.config.names import is_left, not_registered
 from parallel_rl.config.shown import shown
 from parallel_rl.config.strict import configure
 from parallel_rl.experience.checkers import check_math, exact_match, math_equal, think_format
+from parallel_rl.experience.failures import Scored
 from parallel_rl.experience.http_reward import HTTPReward, HTTPRewardConfig
 from parallel_rl.groups import group_rank
 
@@ -33,7 +34,8 @@ _CHECKERS: dict[str, Checker] = {"exact_match": exact_match, "math": math_equal,
 class RewardFunction(Protocol):
     """(prompts, completions, answers) of N samples -> [N] float64.
 
-    An answer is any JSON value; `extras` are the other columns of the records.
+    An answer is any JSON value; `extras` are the other columns of the records. `score` does the same, but gives the faults of
+    single samples in place of raising the first.
     """
 
     def __call__(
@@ -43,6 +45,14 @@ class RewardFunction(Protocol):
         answers: Sequence[object],
         extras: Sequence[Extra] | None = None,
     ) -> Tensor: ...
+
+    def score(
+        self,
+        prompts: Sequence[str],
+        completions: Sequence[str],
+        answers: Sequence[object],
+        extras: Sequence[Extra] | None = None,
+    ) -> Scored: ...
 
 
 def register_reward(name: str) -> Callable[[Checker], Checker]:
@@ -170,24 +180,38 @@ class _Checked:
         answers: Sequence[object],
         extras: Sequence[Extra] | None = None,
     ) -> Tensor:
-        values: list[float] = []
+        scored = self.score(prompts, completions, answers, extras)
+        if scored.faults:
+            raise scored.faults[min(scored.faults)]
+        return scored.rewards
+
+    def score(
+        self,
+        prompts: Sequence[str],
+        completions: Sequence[str],
+        answers: Sequence[object],
+        extras: Sequence[Extra] | None = None,
+    ) -> Scored:
+        values, faults = list[float](), dict[int, Exception]()
         others: Sequence[Extra] = [{}] * len(prompts) if extras is None else extras
         for index, (*sample, extra) in enumerate(zip(prompts, completions, answers, others, strict=True)):
+            values.append(math.nan)
             try:
                 value: object = self.function(*sample, extra=extra) if self._reads_extra else self.function(*sample)
             except Unavailable:  # a server that it asks, and that may answer later
                 raise
             except Exception as error:
-                raise ValueError(
-                    f"reward {self.name!r} of sample {index} failed{_place(error)}: {describe(error)}"
-                ) from error
-            number = _number(value)
-            if not is_finite(number):
-                raise ValueError(
+                what = f"reward {self.name!r} of sample {index} failed{_place(error)}: {describe(error)}"
+                faults[index] = ValueError(what)
+                faults[index].__cause__ = error
+                continue
+            if is_finite(number := _number(value)):
+                values[-1] = number
+            else:
+                faults[index] = ValueError(
                     f"reward {self.name!r} of sample {index} is {brief(value)}; a finite number is needed, in float32, too"
                 )
-            values.append(number)
-        return torch.tensor(values, dtype=torch.float64)
+        return Scored(torch.tensor(values, dtype=torch.float64), faults)
 
 
 def _signature(function: Checker) -> inspect.Signature | None:

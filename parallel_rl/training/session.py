@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
+from parallel_rl.experience import FailedSamplesConfig, SampleFailures
 from parallel_rl.experience.kl_control import AdaptiveKLController
 from parallel_rl.training.data.datasets import Datasets
 from parallel_rl.training.models.engine import Engine
@@ -25,6 +26,7 @@ class Session:
         teacher: a frozen model from another run's checkpoint.
         served: the servers that draw the policy's completions.
         kl_controller: the coefficient of the KL in the reward.
+        failures: counter of the samples that failed.
     """
 
     policy: Learner
@@ -35,6 +37,7 @@ class Session:
     teacher: torch.nn.Module | None = None
     served: RemoteRollouts | None = None
     kl_controller: AdaptiveKLController | None = None
+    failures: SampleFailures = field(default_factory=lambda: SampleFailures(FailedSamplesConfig()))
 
     @property
     def engine(self) -> Engine:

@@ -138,6 +138,7 @@ def other(change: Callable[[dict], object]) -> Answer:
 
 
 SAMPLE = r"attempt 1 of 3: sample 8 \(choice 1 of 2\): "
+LOGPROB = r"/v1/completions: sample 8 \(choice 1 of 2\): the log-prob of token "
 
 
 @pytest.mark.parametrize(
@@ -170,12 +171,12 @@ SAMPLE = r"attempt 1 of 3: sample 8 \(choice 1 of 2\): "
         (with_choice(token_ids=["5", 5, END]), SAMPLE + "token 0 is '5', outside"),
         (
             with_choice(token_logprobs=[-1.0, 0.1, -1.0]),
-            SAMPLE + "the log-prob of token 1 is 0.1; a finite number of at most 0",
+            LOGPROB + "1 is 0.1; a finite number of at most 0",
         ),
-        (with_choice(token_logprobs=[-1.0, -1.0, math.nan]), SAMPLE + "the log-prob of token 2 is nan"),
-        (with_choice(token_logprobs=[-math.inf, -1.0, -1.0]), SAMPLE + "the log-prob of token 0 is -inf"),
-        (with_choice(token_logprobs=[-9999.0, -1.0, -1.0]), SAMPLE + "the log-prob of token 0 is -9999.0"),
-        (with_choice(token_logprobs=[-1.0, None, -1.0]), SAMPLE + "the log-prob of token 1 is None"),
+        (with_choice(token_logprobs=[-1.0, -1.0, math.nan]), LOGPROB + "2 is nan"),
+        (with_choice(token_logprobs=[-math.inf, -1.0, -1.0]), LOGPROB + "0 is -inf"),
+        (with_choice(token_logprobs=[-9999.0, -1.0, -1.0]), LOGPROB + "0 is -9999.0"),
+        (with_choice(token_logprobs=[-1.0, None, -1.0]), LOGPROB + "1 is None"),
         (with_choice(finish_reason="tool_calls"), SAMPLE + "finish_reason is 'tool_calls'; 'stop' or 'length'"),
         (with_choice(token_ids=[5, END, 6], finish_reason="length"), SAMPLE + "the end token 2 stands before the end"),
         (
@@ -189,7 +190,7 @@ def test_what_a_server_does_wrong_is_told(bad: Answer, message: str) -> None:
         ours = client(server.root, retries=2, batch_size=2)
         with pytest.raises(CompletionServerError, match=message) as caught:
             ours.complete(PROMPTS[:2], [7, 8])
-        assert f"completion server {server.root}/v1/completions, attempt 1 of 3" in str(caught.value)
+        assert f"completion server {server.root}/v1/completions" in str(caught.value)
         assert len(server.requests) == 1
 
 

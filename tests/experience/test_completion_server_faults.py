@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import math
 import socket
 import threading
 import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import pytest
 
 from parallel_rl.experience.completion_server import CompletionServerError
 from tests.experience.policy_server import Policy, openai
 from tests.experience.server import serve
-from tests.experience.test_completion_server import PROMPTS, client, well
+from tests.experience.test_completion_server import PROMPTS, SAMPLING, client, well
 
 
 def test_the_least_loaded_server_is_asked_and_another_after_a_failure() -> None:
@@ -129,3 +132,36 @@ def test_closing_ends_calls_under_way() -> None:
             ours.close()
             with pytest.raises(CompletionServerError, match="status 503"):
                 asked.result(4)
+
+
+@pytest.mark.parametrize("faults", [2, 3])
+def test_a_sample_without_log_probs_is_drawn_again_by_other_seeds(faults: int) -> None:
+    """The other sample of the request stays the one that was drawn first."""
+    expected = Policy()
+
+    def drawn(prompt: Sequence[int], seed: int) -> tuple[int, ...]:
+        return tuple(expected.draw(prompt, seed, SAMPLING.max_tokens, SAMPLING.temperature)[0])
+
+    def unsure(number: int, body: dict) -> tuple[int, object]:
+        found = openai(expected, body)
+        choice = next(choice for choice in found["choices"] if choice["index"] == 1)
+        if number < faults:
+            choice["logprobs"]["token_logprobs"][0] = [None, -9999.0, math.nan][number]
+        return 200, found
+
+    again = replace(SAMPLING, redraws=2)
+    with serve(unsure) as server:
+        first, second = (
+            future.result()
+            for future in client(server.root, batch_size=2, sampling=again, concurrency=1).submit(PROMPTS[:2], [7, 8])
+        )
+        seeds = [body["seed"] for body in server.requests]
+    assert len(set(seeds)) == 3
+    assert first.fault is None and first.tokens == drawn(PROMPTS[0], seeds[0])
+    if faults == 3:
+        assert math.isnan(second.logprobs[0]) and "sample 8 (choice 1 of 2): the log-prob of token 0" in str(
+            second.fault
+        )
+    else:
+        assert second.fault is None
+        assert second.tokens == drawn(PROMPTS[1], seeds[2])

@@ -262,13 +262,14 @@ def openai(changes: dict, choice: dict) -> bytes:
         ({"metadata": {"weight_version": " 1_0"}}, {}, "weight_version is ' 1_0'"),
         ({}, {"index": [0]}, r"the choices have the indices \[\[0\]\]"),
         ({}, {"token_ids": [1, 10**400]}, "sample 7 .*: token 1 is 1000.*, outside the vocabulary"),
-        ({}, {"logprobs": {"token_logprobs": [-0.5, -(10**400)]}}, "sample 7 .*: the log-prob of token 1 is -1000"),
         ({}, {"token_ids": [1, 2**63]}, "sample 7 .*: token 1 is 9223372036854775808, outside"),
     ],
 )
 def test_numbers_that_no_completion_has(changes: dict, choice: dict, message: str) -> None:
     expected = Expected((7,), 4, 8, (2,))
     read_openai(openai({}, {}), expected)
+    huge = openai({}, {"logprobs": {"token_logprobs": [-0.5, -(10**400)]}})
+    assert "sample 7 (choice 0 of 1): the log-prob of token 1 is -1000" in str(read_openai(huge, expected)[0].fault)
     with pytest.raises(ValueError, match=message) as caught:
         read_openai(openai(changes, choice), expected)
     assert len(str(caught.value)) < 400

@@ -327,3 +327,55 @@ def test_dynamic_sampling_of_a_part_of_a_group_is_refused() -> None:
     """Each rank judged its own part: one kept what the other drew anew."""
     said = "group 1 has 4 samples in the step; dynamic_sampling needs the 2 of a prompt on one rank, and an id that no other "
     assert run_world(2, grouped_on_a_rank) == [said + "prompt of the step has, in any round"] * 2
+
+
+@pytest.mark.parametrize("cause", ["reward", "logprobs"])
+def test_a_sample_that_fails_is_masked_and_no_part_of_its_group(cause: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """... if it fails each time: otherwise nothing is to be seen of it."""
+    prompts, calls = [1, 2, 3], [0]
+
+    def sources(times: int) -> Sources[int]:
+        calls[0] = 0
+
+        def fails(samples: Samples) -> bool:
+            calls[0] += bool((hit := samples.input_ids[:, 0] == 2).any())
+            return bool(hit.any()) and calls[0] <= times
+
+        def draw(asked: Sequence[int], count: int) -> Samples:
+            drawn = generate(asked, count)
+            if cause == "logprobs" and fails(drawn):
+                drawn.generation_logprobs[(drawn.input_ids[:, 0] == 2).nonzero()[0], 1] = -9999.0  # type: ignore[index]
+            return drawn
+
+        def rate(samples: Samples) -> Tensor:
+            rewards = score(samples)
+            if cause == "reward" and fails(samples):
+                rewards[(samples.input_ids[:, 0] == 2).nonzero()[0]] = torch.nan
+            return rewards
+
+        return Sources[int](generate=draw, score=rate)
+
+    whole = generate(prompts, N)
+    maker = ExperienceMaker({"samples_per_prompt": N}, sources(3))
+    made, metrics = maker.make(prompts)
+    keep = torch.arange(3 * N) != N
+    batch = {"rewards": score(whole), "group_ids": torch.arange(3 * N) // N, "token_mask": whole.token_mask}
+    expected = estimate("grpo", {name: value[keep] for name, value in batch.items()}).advantages
+    assert torch.equal(made.sample_mask, keep) and calls[0] == 3  # type: ignore[arg-type]
+    torch.testing.assert_close(made.advantages[keep], expected)  # type: ignore[index]
+    assert all(bool(x.isfinite().all()) for x in made.tensors().values() if x.is_floating_point())
+    assert {name: float(metrics[name]) for name in ("samples_failed/reward", "samples_failed/logprobs", "samples")} == {
+        "samples_failed/reward": float(cause == "reward"),
+        "samples_failed/logprobs": float(cause == "logprobs"),
+        "samples": 11.0,
+    }
+    said = capsys.readouterr().out
+    assert f"is not finite, of sample {N}; samples_failed/{cause} counts such samples" in said
+
+    made, metrics = ExperienceMaker({"samples_per_prompt": N}, sources(1)).make(prompts)
+    torch.testing.assert_close(made.advantages, estimate("grpo", batch).advantages)
+    assert calls[0] == 2 and float(metrics[f"samples_failed/{cause}"]) == 0 and not capsys.readouterr().out
+
+    strict = {"samples_per_prompt": N, "failed_samples": {"max_share": 0.08, "retries": 0}}
+    with pytest.raises(ValueError, match=rf"is not finite, of sample 4 \(1 by {cause} of 12 samples failed, more than"):
+        ExperienceMaker(strict, sources(1)).make(prompts)

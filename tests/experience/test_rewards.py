@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import pytest
 import torch
@@ -9,6 +11,7 @@ import torch.distributed as dist
 
 from parallel_rl.agreement import Unavailable
 from parallel_rl.experience import register_reward, reward_function
+from parallel_rl.experience.failures import Scored, score_again
 from parallel_rl.experience.rewards import checker, exact_match, score_once
 from parallel_rl.testing.pool import WorldError, run_world
 
@@ -69,6 +72,28 @@ def test_one_that_raises_is_told_with_its_sample_and_line() -> None:
 
     with pytest.raises(Unavailable, match=r"^the judge starts$"):
         reward_function(away)(["a"], ["b"], ["c"])
+
+
+def test_a_sample_that_fails_is_scored_again_and_then_left() -> None:
+    """The others keep their rewards, and are scored once."""
+    calls: list[str] = []
+
+    def unsteady(prompt: str, completion: str, answer: str) -> float | None:
+        calls.append(prompt)
+        if prompt == "once" and calls.count(prompt) == 1:
+            raise TimeoutError("the judge was busy")
+        return None if prompt == "never" else 1.0
+
+    prompts, reward = ["well", "once", "never"], reward_function(unsteady)
+
+    def score(rows: Sequence[int]) -> Scored:
+        return reward.score([prompts[row] for row in rows], [""] * len(rows), [""] * len(rows))
+
+    rewards, faults = score_again(score, 3, 2)
+    assert rewards[:2].tolist() == [1, 1] and rewards[2].isnan() and list(faults) == [2]
+    assert str(faults[2]).startswith("reward 'unsteady' of sample 2 is None; a finite number is needed")
+    assert [calls.count(prompt) for prompt in prompts] == [1, 2, 3]
+    assert score_again(score, 3, 0).faults.keys() == {2}
 
 
 def test_one_of_other_arguments_is_refused_at_once() -> None:

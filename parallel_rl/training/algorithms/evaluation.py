@@ -35,10 +35,11 @@ class Evaluation:
 def evaluate(session: Session, config: EvaluationConfig, at: TrainProgress) -> Evaluation:
     """Scores `samples` completions of each held-out prompt; the draws are the same ones every time.
 
-    They come from the servers where these have the trainer's weights (`server.update`), else from its own sampler.
+    They come from the servers where these have the trainer's weights (`server.update`), else from its own sampler. The reward
+    of a completion that cannot be scored is 0.
 
     Raises:
-        ValueError: a server failed, on every rank.
+        ValueError: a server failed, or the reward of too many completions; on every rank.
     """
     engine, prompts, samples = session.engine, session.data.held_out, config.samples
     count, groups = len(prompts) * samples, engine.groups
@@ -53,8 +54,11 @@ def evaluate(session: Session, config: EvaluationConfig, at: TrainProgress) -> E
         chosen = raise_on_all_ranks(partial(_each, prompts, [index // samples for index in ids]))
         sources |= {index // samples: prompt.source for index, prompt in zip(ids, chosen, strict=True)}
         completions = _draw(session, chosen, ids)
-        rewards.append(completion_rewards(session, chosen, completions))
+        scores = completion_rewards(session, chosen, completions)
+        session.failures.count(len(scores), {"reward": scores.isnan()}, groups.data, engine.replica_groups)
+        rewards.append(scores.nan_to_num(0.0))
         shown += _shown(session, config, ids, chosen, completions, rewards[-1])
+    session.failures.metrics()  # a step's counts begin at 0
     local = torch.cat(rewards)
     own = torch.zeros(count, dtype=torch.float64)
     own[mine.start : mine.stop] = local

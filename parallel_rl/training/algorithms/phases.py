@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 
 from parallel_rl.config.hf_config import is_hf
+from parallel_rl.experience import SampleFailures
 from parallel_rl.losses.choice import LossConfig
 from parallel_rl.training.algorithms.distillation import distillation_step
 from parallel_rl.training.algorithms.preference import preference_step
@@ -75,7 +76,8 @@ class Phase:
         if rl.critic is not None:
             value_loss = build_loss(engine, rl.critic.loss)
             critic = Learner.start(build_critic(engine), value_loss, rl.critic.optimizer, self.updates)
-        return replace(session, critic=critic, kl_controller=rl.build_kl_controller())
+        failures = SampleFailures(rl.failed_samples)
+        return replace(session, critic=critic, kl_controller=rl.build_kl_controller(), failures=failures)
 
 
 def phases(config: TrainConfig) -> list[Phase]:
@@ -119,6 +121,8 @@ def _takes(config: TrainConfig, section: Section) -> dict[str, int]:
     """Dynamic sampling sets aside what its later rounds may need."""
     if isinstance(section, PreferenceConfig):
         return {section.source: section.records}
+    if isinstance(section, SupervisedConfig):
+        return {section.source: section.batch_size}
     if isinstance(section, RLConfig):
         experts = {"examples": section.experts} if section.experts else {}
         if config.data.rollouts is not None:

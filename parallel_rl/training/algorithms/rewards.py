@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from parallel_rl.cluster.heartbeat import tick
+from parallel_rl.experience.failures import Scored, score_again
 from parallel_rl.experience.http_reward import HTTPRewardConfig
 from parallel_rl.experience.rewards import reward_function, score_once
 from parallel_rl.experience.workers import Workers
@@ -20,20 +21,21 @@ from parallel_rl.training.session import Session
 def completion_rewards(session: Session, prompts: Sequence[Prompt], completions: Sequence[Sequence[int]]) -> Tensor:
     """[N] float64 rewards of one completion of each prompt; every rank calls it, N may be 0.
 
+    A sample that fails `session.failures.config.retries` times again has NaN; its message goes to `session.failures`.
     While servers are asked, ranks look at each other, so that no collective runs into its timeout; Python has the main thread.
 
     Raises:
         ValueError, RuntimeError: the reward function failed on some rank; on all ranks. Unavailable: its server is away.
     """
-    engine, sharing = session.engine, Sharing(session.engine)
+    engine, sharing, retries = session.engine, Sharing(session.engine), session.failures.config.retries
     texts = [session.tokenizer.decode(completion) for completion in completions]
     parts = [
         (reward, [row for row, prompt in enumerate(prompts) if source in (None, prompt.source)])
         for source, reward in engine.config.rewards.items()
     ]
 
-    def score(reward: str | HTTPRewardConfig, rows: Sequence[int]) -> Tensor:
-        return _score(reward, [prompts[row] for row in rows], [texts[row] for row in rows])
+    def score(reward: str | HTTPRewardConfig, rows: Sequence[int]) -> Scored:
+        return _score(reward, [prompts[row] for row in rows], [texts[row] for row in rows], retries)
 
     tick("asking the reward function")
     well, served = True, [number for number, (reward, _) in enumerate(parts) if isinstance(reward, HTTPRewardConfig)]
@@ -45,9 +47,14 @@ def completion_rewards(session: Session, prompts: Sequence[Prompt], completions:
         scores = torch.zeros(len(texts), dtype=torch.float64)
         for number, (reward, rows) in enumerate(parts):
             if number not in asked and rows:
-                scores[rows] = score(reward, rows)
+                scored = score(reward, rows)
             elif number in asked and (well or failure(asked[number])):
-                scores[rows] = asked[number].result()
+                scored = asked[number].result()
+            else:
+                continue
+            scores[rows] = scored.rewards
+            for row in sorted(scored.faults)[:1]:
+                session.failures.report("reward", str(scored.faults[row]))
         return scores
 
     rewards = score_once(ask, len(texts), engine.replica_groups, engine.groups.data)
@@ -55,6 +62,16 @@ def completion_rewards(session: Session, prompts: Sequence[Prompt], completions:
     return rewards
 
 
-def _score(reward: str | HTTPRewardConfig, prompts: Sequence[Prompt], completions: Sequence[str]) -> Tensor:
-    questions, answers = [prompt.text for prompt in prompts], [prompt.answer for prompt in prompts]
-    return reward_function(reward)(questions, completions, answers, [prompt.extra for prompt in prompts])
+def _score(
+    reward: str | HTTPRewardConfig, prompts: Sequence[Prompt], completions: Sequence[str], retries: int
+) -> Scored:
+    function = reward_function(reward)
+
+    def score(rows: Sequence[int]) -> Scored:
+        asked = [prompts[row] for row in rows]
+        questions, answers = [prompt.text for prompt in asked], [prompt.answer for prompt in asked]
+        return function.score(
+            questions, [completions[row] for row in rows], answers, [prompt.extra for prompt in asked]
+        )
+
+    return score_again(score, len(prompts), retries)

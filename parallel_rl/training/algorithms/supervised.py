@@ -1,10 +1,13 @@
-"""One supervised step: the warm-up, or supervised fine-tuning itself."""
+"""One supervised step: the warm-up, supervised fine-tuning itself, or a process reward model's."""
 
 from __future__ import annotations
+
+import torch
 
 from parallel_rl.experience import Samples
 from parallel_rl.training.batching.micro_batches import local_share, target_rows
 from parallel_rl.training.config.algorithms import SupervisedConfig
+from parallel_rl.training.config.fields import STEP_LABELS
 from parallel_rl.training.models.learner import combine_updates
 from parallel_rl.training.models.train_step import StepMetrics
 from parallel_rl.training.progress import TrainProgress
@@ -12,9 +15,13 @@ from parallel_rl.training.session import Session
 
 
 def supervised_step(session: Session, config: SupervisedConfig, at: TrainProgress) -> StepMetrics:
-    """The next `batch_size` examples."""
-    policy = session.policy
-    rows, _ = policy.balance(example_rows(session, at.next("examples"), config.batch_size))
+    """The next `batch_size` examples or solutions."""
+    policy, first = session.policy, at.next(config.source)
+    if config.source == "solutions":
+        rows = _solution_rows(session, config, first)
+    else:
+        rows = example_rows(session, first, config.batch_size)
+    rows, _ = policy.balance(rows)
     return combine_updates([policy.update(policy.batches(rows), at.step)])
 
 
@@ -23,3 +30,20 @@ def example_rows(session: Session, first: int, count: int) -> Samples:
     mine = local_share(range(first, first + count), session.engine.groups)
     examples = session.data.read(session.data.examples, mine)
     return target_rows([example.prompt for example in examples], [example.target for example in examples])
+
+
+def _solution_rows(session: Session, config: SupervisedConfig, first: int) -> Samples:
+    """This data rank's share of the next solutions, with the label of each step at its last token."""
+    mine = local_share(range(first, first + config.batch_size), session.engine.groups)
+    solutions = session.data.read(session.data.solutions, mine)
+    rows = target_rows([solution.prompt for solution in solutions], [solution.target for solution in solutions])
+    # a solution that was cut has lost its last steps
+    kept = rows.token_mask.sum(1).tolist()
+    labels = [label for solution, steps in zip(solutions, kept, strict=True) for label in solution.labels[:steps]]
+    values, options = torch.tensor(labels, dtype=session.engine.float_dtype), config.loss.options
+    if not options.get("soft_labels"):
+        good, bad = torch.tensor(options["reward_token_ids"])
+        values = torch.where(values == 1, good, bad)
+    at_steps = torch.full(rows.input_ids.shape, -100, dtype=values.dtype)
+    at_steps[rows.token_mask] = values
+    return rows.with_fields(**{STEP_LABELS: at_steps})

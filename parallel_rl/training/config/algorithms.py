@@ -8,7 +8,7 @@ from typing import Literal
 from parallel_rl.advantages import AdvantageEstimator
 from parallel_rl.advantages.grouped import GRPO
 from parallel_rl.config.strict import at_least
-from parallel_rl.experience import AdaptiveKLController, DynamicSampling, Overlong
+from parallel_rl.experience import AdaptiveKLController, DynamicSampling, FailedSamplesConfig, Overlong
 from parallel_rl.functional.kl import KLType
 from parallel_rl.losses.choice import LossConfig
 from parallel_rl.training.config.fields import (
@@ -16,6 +16,7 @@ from parallel_rl.training.config.fields import (
     OBSERVED,
     OF_TEACHER,
     RECORDED_FIELDS,
+    STEP_LABELS,
     check_fields_available,
 )
 from parallel_rl.training.config.sections import OptimizerConfig
@@ -26,7 +27,8 @@ from parallel_rl.training.config.server import ServerConfig
 class SupervisedConfig:
     """Steps on `data.examples`, `batch_size` sequences each: the warm-up, or supervised fine-tuning itself.
 
-    loss: one that reads tokens only: nll (SFT), sft_is, sft_phi.
+    loss: one that reads tokens only: nll (SFT), sft_is, sft_phi; or prm, a process reward model, which learns from
+        `data.solutions`.
     """
 
     steps: int
@@ -36,7 +38,18 @@ class SupervisedConfig:
 
     def __post_init__(self) -> None:
         at_least(self, steps=1, batch_size=1)
-        check_fields_available(self.loss, {})
+        check_fields_available(self.loss, {STEP_LABELS: ""})
+        ids = self.loss.options.get("reward_token_ids")
+        if self.source == "solutions" and (not isinstance(ids, list | tuple) or len(ids) != 2):
+            raise ValueError(
+                f"loss.options.reward_token_ids = {ids} is not valid: the steps of data.solutions are good or bad; two "
+                "token ids are needed, the good one first"
+            )
+
+    @property
+    def source(self) -> str:
+        """The source of the records: examples, or solutions for a loss that reads labels of steps."""
+        return "solutions" if STEP_LABELS in self.loss.requirements.names else "examples"
 
 
 @dataclass(frozen=True)
@@ -106,6 +119,7 @@ class RLConfig:
         dynamic_sampling: which prompts stay, by the mean reward of their samples; others take the places of those that do not
             (DAPO).
         overlong: what becomes of the rewards of long or truncated completions.
+        failed_samples: what becomes of samples whose reward function fails or whose log-probs are no finite numbers.
         server: where the samples come from when the trainer does not draw them itself.
         experts: demonstrations from `data.examples` beside the samples of each step, for a loss that reads `expert_mask`.
         advantages: an estimator by its name, with its options, see `parallel_rl.advantages`.
@@ -127,6 +141,7 @@ class RLConfig:
     record: bool = False
     dynamic_sampling: DynamicSampling | None = None
     overlong: Overlong | None = None
+    failed_samples: FailedSamplesConfig = field(default_factory=FailedSamplesConfig)
     server: ServerConfig | None = None
     experts: int = 0
     advantages: AdvantageEstimator = field(default_factory=GRPO)

@@ -37,10 +37,12 @@ FIELDS: Mapping[str, tuple[str, ...]] = {
     "examples": (*_ASKED, "answer", "text"),
     "pairs": (*_ASKED, "chosen", "rejected"),
     "answers": (*_ASKED, "answer", "label"),
+    "solutions": (*_ASKED, "completions", "labels"),
 }
 # forms of other frameworks, see `training.data.forms`
 FORM_NAMES = (
     "unpaired_preference",
+    "stepwise_supervision",
     "prompt_completion",
     "alpaca",
     "sharegpt",
@@ -66,6 +68,7 @@ class DataConfig:
         examples: demonstrations for the warm-up and for SFT.
         pairs: preference pairs for DPO.
         answers: single answers that are labelled good or bad, for KTO.
+        solutions: answers in steps that are labelled good or bad, for a process reward model (PRM).
         rollouts: recorded rollouts, trained on instead of sampling, in the order of the files.
         columns: the column of each field that the files name otherwise, with dots into nested ones, as in {prompt: question,
             answer: reward_model.ground_truth}; {examples.prompt: ask} is of one source alone. Then the files may have more
@@ -81,6 +84,7 @@ class DataConfig:
         invalid: what becomes of a pair with equal or empty answers, and of a labelled answer that is empty: "error", or "drop"
             leaves it out of the order.
         system: the system text of conversations that have none.
+        step_separator: a text behind each step of a solution; the step's label stands on its last token.
         mask_history: of an example's `messages` learn the last answer alone, not every one.
         buffer_megabytes: what of each is held in memory, and shuffled, at a time; one block (a Parquet row group) at least.
         check_gigabytes: how much of each is checked before the run, in blocks spread evenly over it; what lies between is
@@ -92,6 +96,7 @@ class DataConfig:
     examples: Paths = None
     pairs: Paths = None
     answers: Paths = None
+    solutions: Paths = None
     rollouts: Paths = None
     columns: dict[str, str] = field(default_factory=dict)
     form: str | None = None
@@ -100,6 +105,7 @@ class DataConfig:
     max_length: int | None = None
     invalid: Literal["error", "drop"] = "error"
     system: str | None = None
+    step_separator: str = "\n"
     mask_history: bool = False
     buffer_megabytes: int = 64
     check_gigabytes: float = 1.0
@@ -112,6 +118,12 @@ class DataConfig:
             raise ValueError("invalid = 'drop' has no effect; only data.pairs and data.answers have answers to compare")
         if self.mask_history and self.examples is None:
             raise ValueError("mask_history = True has no effect; only data.examples have answers to learn or to mask")
+        if not self.step_separator:
+            raise ValueError(
+                "step_separator = '' is not valid; a text that is not empty is needed, such as a line break"
+            )
+        if self.step_separator != DataConfig.step_separator and self.solutions is None:
+            raise ValueError(f"step_separator = {self.step_separator!r} has no effect; only data.solutions have steps")
         if self.form is not None and self.form not in FORM_NAMES:
             raise ValueError(f"form = {self.form!r} is not valid; {nearest(self.form, FORM_NAMES)}")
         if self.form is not None and self.columns:

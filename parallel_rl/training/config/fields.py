@@ -9,6 +9,8 @@ from parallel_rl.losses.choice import LossConfig
 # what rows of pairs can have beside their tokens
 LABELS = "preference_labels"
 PREFERENCE_FIELDS = ("reference_policy_logprobs", LABELS)
+# a process reward model's labels, at the last token of each step
+STEP_LABELS = "reward_labels"
 # tokens that the policy read and did not sample
 OBSERVED = "observation_mask"
 # what a teacher gives: log-probs of the sampled tokens, and its distributions

@@ -55,6 +55,10 @@ class TrainConfig:
             raise ValueError(f"exactly one of the sections {', '.join(OBJECTIVES)} is needed; {has}")
         if self.sft is not None and self.warmup is not None:
             raise ValueError("the section 'warmup' has no effect with 'sft', which is supervised throughout; remove it")
+        if self.warmup is not None and self.warmup.source != "examples":
+            raise ValueError(
+                f"warmup.loss.name = {self.warmup.loss.name!r} reads labels of steps; the section 'sft' has them"
+            )
         self._check_data()
         self._check_rl()
         self._check_sampling()
@@ -112,8 +116,9 @@ class TrainConfig:
         prompts = (rl is not None and data.rollouts is None) or (
             distillation is not None and distillation.rows == "policy"
         )
+        solutions = self.sft is not None and self.sft.source == "solutions"
         examples = {
-            "the supervised phase": self.sft is not None or self.warmup is not None,
+            "the supervised phase": self.warmup is not None or (self.sft is not None and not solutions),
             "rl.experts": rl is not None and rl.experts > 0,
             "distillation.rows = 'examples'": distillation is not None and distillation.rows == "examples",
         }
@@ -130,6 +135,7 @@ class TrainConfig:
             ),
             ("pairs", self.preference is not None and self.preference.source == "pairs", "preference.pairs"),
             ("answers", self.preference is not None and self.preference.source == "answers", "preference.answers"),
+            ("solutions", solutions, "the section 'sft' with a loss of steps' labels (prm)"),
             ("rollouts", False, "the section 'rl'"),
             ("held_out", self.evaluation is not None, "the section 'evaluation'"),
         ):

@@ -17,7 +17,7 @@ from parallel_rl.training.data.records.index import DataFile
 from parallel_rl.training.data.records.source import Records, index_of
 
 # what is written in characters; what is asked beside a prompt has no form without a chat template
-_TEXTS = ("prompt", "messages", "answer", "text", "chosen", "rejected")
+_TEXTS = ("prompt", "messages", "answer", "text", "chosen", "rejected", "completions")
 
 
 def settle_alphabet(config: TrainConfig, files: Mapping[str, Sequence[DataFile]]) -> TrainConfig:
@@ -49,8 +49,12 @@ def settle_alphabet(config: TrainConfig, files: Mapping[str, Sequence[DataFile]]
 
 
 def _said(value: object) -> list[str]:
-    """A text, or those of messages; nothing of what is malformed, which its parser refuses."""
-    parts = [one.get("content") for one in value if isinstance(one, Mapping)] if isinstance(value, list) else [value]
+    """List a text, or those of messages or steps; nothing of what is malformed, which its parser refuses."""
+    parts = (
+        [one.get("content") if isinstance(one, Mapping) else one for one in value]
+        if isinstance(value, list)
+        else [value]
+    )
     return [part for part in parts if isinstance(part, str)]
 
 
@@ -59,10 +63,11 @@ def _unknown(
 ) -> list[dict[str, str]]:
     """The characters of a source that are not known, each with the first place that a rank saw it in, rank by rank."""
     columns, read = config.data.columns_of(name), read_of(forms, name)
+    ends = config.data.step_separator if name == "solutions" else ""
 
     def texts(row: Mapping[str, object]) -> str:
         fields, _ = read(row) if read else pick(row, FIELDS[name], columns)
-        return "".join(text for field in _TEXTS for text in _said(fields.get(field)))
+        return ends + "".join(text for field in _TEXTS for text in _said(fields.get(field)))
 
     records = Records(files, index_of(files, f"data.{name}"), texts, config.data.buffer_megabytes << 20)
     mine: dict[str, str] = {}

@@ -13,11 +13,12 @@ from parallel_rl.training.data.records.index import DataFile
 from parallel_rl.training.data.records.mapped import MappedFile, map_function
 from parallel_rl.training.data.records.paths import find_files
 from parallel_rl.training.data.records.source import Records
+from parallel_rl.training.data.solutions import Solution
 
-RecordT = TypeVar("RecordT", Prompt, Example, Pair, Answer, Rollout)
+RecordT = TypeVar("RecordT", Prompt, Example, Pair, Answer, Solution, Rollout)
 Files = Mapping[str, tuple[DataFile, ...]]
 
-SOURCES = ("held_out", "train", "examples", "pairs", "answers", "rollouts")
+SOURCES = ("held_out", "train", "examples", "pairs", "answers", "solutions", "rollouts")
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,7 @@ class Datasets:
     examples: Records[Example] = field(default_factory=Records)
     pairs: Records[Pair] = field(default_factory=Records)
     answers: Records[Answer] = field(default_factory=Records)
+    solutions: Records[Solution] = field(default_factory=Records)
     rollouts: Records[Rollout] = field(default_factory=Records)
     seed: int = 0
     map: str = ""

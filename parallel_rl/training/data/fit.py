@@ -7,9 +7,10 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from parallel_rl.training.data.examples import Answer, Example, Pair, Prompt, Rollout
+from parallel_rl.training.data.solutions import Solution
 from parallel_rl.training.tokenizer.protocol import Target
 
-RecordT = TypeVar("RecordT", Prompt, Example, Pair, Answer, Rollout)
+RecordT = TypeVar("RecordT", Prompt, Example, Pair, Answer, Solution, Rollout)
 
 WARN_SHARE = 0.1
 
@@ -73,13 +74,13 @@ def shorten(record: RecordT, limit: int, new: int) -> RecordT:
         return replace(record, tokens=record.tokens[-(limit - new) :])
     if isinstance(record, Rollout):
         return record
-    targets = [record.target] if isinstance(record, Example | Answer) else [record.chosen, record.rejected]
+    targets = [record.target] if isinstance(record, Example | Answer | Solution) else [record.chosen, record.rejected]
     needed = max(_first_learned(target) for target in targets)
     if needed >= limit:
         raise ValueError(f"{limit} tokens leave no room for a prompt before the first learned token, place {needed}")
     prompt = record.prompt[-(limit - needed) :]
     cut = [begin_of(target, limit - len(prompt)) for target in targets]
-    if isinstance(record, Example | Answer):
+    if isinstance(record, Example | Answer | Solution):
         return replace(record, prompt=prompt, target=cut[0])
     return replace(record, prompt=prompt, chosen=cut[0], rejected=cut[1])
 

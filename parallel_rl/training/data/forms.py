@@ -172,6 +172,7 @@ def _first(file: DataFile) -> Row | None:
 _PROMPTS = ("train", "held_out")
 _RATED = ("messages", "prompt_id", "score_*", "*-rating", "*-model", "*_score", "*_rating", "*_model")
 _ULTRAFEEDBACK = ("prompt", "chosen", "rejected")
+_STEPWISE = ("prompt", "completions", "labels")
 
 FORMS = (
     RecordForm(
@@ -183,6 +184,14 @@ FORMS = (
             renamed,
             {"prompt": "prompt", "completion": "answer", "label": "label", "system": "system", "tools": "tools"},
         ),
+        ("system", "tools"),
+    ),
+    RecordForm(
+        "stepwise_supervision",
+        "TRL's stepwise supervision",
+        ("solutions",),
+        _STEPWISE,
+        partial(renamed, {name: name for name in (*_STEPWISE, "system", "tools")}),
         ("system", "tools"),
     ),
     RecordForm(

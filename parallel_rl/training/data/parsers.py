@@ -23,6 +23,7 @@ from parallel_rl.training.data.examples import (
 )
 from parallel_rl.training.data.format import Format, Row
 from parallel_rl.training.data.forms import Forms, read_of
+from parallel_rl.training.data.solutions import Solution, parse_solution
 from parallel_rl.training.tokenizer.protocol import Tokenizer
 
 
@@ -34,6 +35,7 @@ class Parsers(NamedTuple):
     examples: Callable[[Row], Example]
     pairs: Callable[[Row], Pair]
     answers: Callable[[Row], Answer]
+    solutions: Callable[[Row], Solution]
     rollouts: Callable[[Row], Rollout]
 
 
@@ -50,8 +52,27 @@ def parsers(config: TrainConfig, tokenizer: Tokenizer, forms: Forms | None = Non
         partial(parse_example, form=form["examples"]),
         partial(parse_pair, form=form["pairs"]),
         partial(parse_answer, form=form["answers"]),
+        _solutions(config, form["solutions"]),
         partial(parse_rollout, vocab_size=config.model.vocabulary(tokenizer.vocabulary).size),
     )
+
+
+def _solutions(config: TrainConfig, form: Format) -> Callable[[Row], Solution]:
+    """Build the parser of solutions, whose steps end with the token that the loss scores.
+
+    Raises:
+        ValueError: the separator ends with another token.
+    """
+    if config.sft is None or config.sft.source != "solutions":
+        return partial(parse_solution, form=form, separator=())
+    separator, options = form.tokenizer.encode(config.data.step_separator), config.sft.loss.options
+    last = separator[-1] if separator else None
+    if (placeholder := options.get("placeholder_token_id", last)) != last or last is None:
+        raise ValueError(
+            f"sft.loss.options.placeholder_token_id = {placeholder} is not the last token of data.step_separator = "
+            f"{config.data.step_separator!r}, whose ids are {separator}. Set it to {last}, or choose another separator"
+        )
+    return partial(parse_solution, form=form, separator=separator, soft=options.get("soft_labels") is True)
 
 
 def _rewarded_prompt(row: Row, form: Format, rewards: Mapping[str | None, object]) -> Prompt:

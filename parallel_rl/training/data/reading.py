@@ -25,9 +25,10 @@ from parallel_rl.training.data.records.check import TextSet, check, keys_of
 from parallel_rl.training.data.records.hugging_face import open_in_turn
 from parallel_rl.training.data.records.mapped import identity
 from parallel_rl.training.data.records.source import Records, index_of
+from parallel_rl.training.data.solutions import Solution
 from parallel_rl.training.tokenizer.protocol import Tokenizer
 
-Record = Prompt | Example | Pair | Answer | Rollout
+Record = Prompt | Example | Pair | Answer | Solution | Rollout
 
 
 def read_datasets(
@@ -69,6 +70,7 @@ def read_datasets(
         examples=reader.source("examples", parse.examples),
         pairs=reader.source("pairs", parse.pairs),
         answers=reader.answers(parse.answers),
+        solutions=reader.source("solutions", parse.solutions),
         rollouts=reader.rollouts(parse.rollouts),
         seed=config.run.seed,
         map="" if config.data.map is None else identity(config.data.map),
@@ -246,7 +248,7 @@ def lengths_of(record: Record, new: int) -> list[int]:
     """Tokens of the sequences that a run makes of a record, of a prompt once, with `new` sampled ones at most."""
     if isinstance(record, Prompt):
         return [len(record.tokens) + new]
-    if isinstance(record, Example | Answer):
+    if isinstance(record, Example | Answer | Solution):
         return [len(record.prompt) + len(record.target.tokens)]
     if isinstance(record, Pair):
         return [len(record.prompt) + len(side.tokens) for side in (record.chosen, record.rejected)]

@@ -40,11 +40,12 @@ class _Asked:
 
 
 class Taken(NamedTuple):
-    """N samples, the version of the policy that drew each [N], and the place of its server in `urls` [N] (−1: not known)."""
+    """N samples, the policy's version of each [N], its server's place in `urls` [N] (−1: not known), the first fault."""
 
     samples: Samples
     versions: Tensor
     servers: Tensor
+    fault: str | None
 
 
 class RemoteRollouts:
@@ -70,6 +71,7 @@ class RemoteRollouts:
             2 * run.seed,
             sampling.top_k,
             sampling.top_p,
+            redraws=0 if engine.config.rl is None else engine.config.rl.failed_samples.retries,
         )
         self._server = CompletionServer(config, self._sampling)
         self._weights = None if config.update is None else ServerWeights(config, config.update)
@@ -164,7 +166,7 @@ class RemoteRollouts:
         done = [
             (sample, asked.prompt, _known(asked))
             for sample, asked in sorted(self._asked.items())
-            if asked.future.done() and asked.future.exception() is None
+            if asked.future.done() and asked.future.exception() is None and asked.future.result().fault is None
         ]
         facts = [[sample, mark, one.version, one.stopped, len(one.tokens)] for sample, mark, one in done]
         return {
@@ -218,7 +220,7 @@ class RemoteRollouts:
         rows = [row[:, :length] for row, length in zip(values, facts[:, 0].tolist(), strict=True)]
         responses, logprobs = [row[0].long().tolist() for row in rows], [row[1].tolist() for row in rows]
         samples = padded_samples(prompts, responses, logprobs=logprobs, dtype=self._engine.float_dtype)
-        return Taken(samples, facts[:, 1], facts[:, 2])
+        return Taken(samples, facts[:, 1], facts[:, 2], next(filter(None, (one.fault for one in completions)), None))
 
     @contextmanager
     def _ending(self) -> Iterator[None]:

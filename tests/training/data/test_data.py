@@ -62,7 +62,7 @@ def test_the_generator_gives_what_ships(tmp_path: Path) -> None:
     script = runpy.run_path(str(CONFIGS.parent / "examples" / "make_arithmetic_data.py"))
     script["main"](tmp_path)
     written = sorted(tmp_path.iterdir())
-    assert len(written) == 5 and all(path.read_bytes() == (DATA / path.name).read_bytes() for path in written)
+    assert len(written) == 6 and all(path.read_bytes() == (DATA / path.name).read_bytes() for path in written)
 
 
 GOOD = {"prompt": "1+2=", "answer": "3"}

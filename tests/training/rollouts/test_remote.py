@@ -168,7 +168,7 @@ def test_a_failure_is_one_on_every_rank(layout: str, tmp_path: Path) -> None:
     def fails(number: int, body: dict) -> tuple[int, object]:
         found = answer(Policy(), body)
         if number == SAMPLES + 3:
-            found["choices"][0]["logprobs"]["token_logprobs"][0] = 1.5  # type: ignore[call-overload]
+            found["choices"][0]["token_ids"][0] = 1.5  # type: ignore[call-overload]
         return 200, found
 
     world = LAYOUTS[layout][0]
@@ -177,7 +177,7 @@ def test_a_failure_is_one_on_every_rank(layout: str, tmp_path: Path) -> None:
     assert sorted(caught.value.errors) == list(range(world))
     for error in caught.value.errors.values():
         assert f"completion server {server.root}/v1/completions, attempt 1 of 4: sample " in error
-        assert "the log-prob of token 0 is 1.5" in error
+        assert "token 0 is 1.5, outside the vocabulary" in error
 
 
 @pytest.mark.parametrize(
@@ -267,3 +267,29 @@ def test_bad_options(options: str, more: dict, message: str, tmp_path: Path) -> 
     given = arguments(tmp_path, Server("http://x"), options=options, **more)
     with pytest.raises(ValueError, match=message):
         load_config(given[0], given[1:])
+
+
+def test_a_sample_that_fails_is_masked_and_counted(tmp_path: Path) -> None:
+    """A prompt's sample without log-probs, and a reward that a server has no number for, in each step; else the same run."""
+
+    def draws(number: int, body: dict) -> tuple[int, object]:
+        found = answer(Policy(), body)
+        assert isinstance(found, dict)
+        if body["seed"] % 16 == 3:
+            found["choices"][0]["logprobs"]["token_logprobs"][-1] = -9999.0
+        return 200, found
+
+    def scores(number: int, body: dict) -> tuple[int, object]:
+        return 200, {"rewards": [None if text[-1:] in "13579" else len(text) / 8 for text in body["completions"]]}
+
+    with serve(draws) as server, serve(scores) as judge:
+        more = {"reward": judge.url, "rl__failed_samples": "{retries: 0, max_share: 0.9}", "rl__steps": 2}
+        one = train(tmp_path / "one", server, **more)
+        failed = {cause: [row[f"samples_failed/{cause}"] for row in one] for cause in ("logprobs", "reward")}
+        assert sum(failed["logprobs"]) > 0 and sum(failed["reward"]) > 0
+        for layout in ("TP 2", "DP 2"):
+            assert_near(train(tmp_path / layout, server, layout, **more), one, where=layout)
+        more["rl__failed_samples"] = "{retries: 1, max_share: 0.0}"
+        with pytest.raises(WorldError, match=r"failed, more than failed_samples.max_share = 0") as caught:
+            train(tmp_path / "strict", server, "DP 2", **more)
+        assert len(caught.value.errors) == 2 and not caught.value.silent

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from parallel_rl.experience import Experience, Samples, draw_groups
+from parallel_rl.experience.failures import without_failed_logprobs, without_lone
 from parallel_rl.groups import mean_over_ranks
 from parallel_rl.megatron import is_last_stage
 from parallel_rl.training.algorithms.rewards import completion_rewards
@@ -38,10 +39,11 @@ def sampled_experience(session: Session, config: RLConfig, at: TrainProgress) ->
         return _draw(session, config, at.step, [positions[index] + number * config.prompts for index in missing])
 
     drawn = draw_groups(draw, len(positions), config.group_size, config.dynamic_sampling, engine.groups)
-    made = replace(Experience.of(drawn.samples), rewards=drawn.rewards, sample_mask=drawn.keep)
+    scored, first = ~drawn.rewards.isnan(), drawn.first_rewards
+    made = replace(Experience.of(drawn.samples), rewards=drawn.rewards.nan_to_num(0.0), sample_mask=drawn.keep & scored)
     if config.record:
-        _record(engine, made, at.step)
-    return made, mean_over_ranks(drawn.first_rewards, engine.groups.data, engine.device)
+        _record(engine, made.select(scored.nonzero()[:, 0]), at.step)
+    return made, mean_over_ranks(first[~first.isnan()], engine.groups.data, engine.device)
 
 
 def asked(session: Session, config: RLConfig, positions: Sequence[int]) -> tuple[list[Prompt], list[int]]:
@@ -52,7 +54,10 @@ def asked(session: Session, config: RLConfig, positions: Sequence[int]) -> tuple
 
 
 def _draw(session: Session, config: RLConfig, step: int, positions: Sequence[int]) -> tuple[Samples, Tensor]:
-    """`group_size` completions of the prompt at each position of the stream, and their rewards; none for no positions."""
+    """`group_size` completions of the prompt at each position of the stream, and their rewards; none for no positions.
+
+    The reward of a sample that failed is NaN.
+    """
     engine, size = session.engine, config.group_size
     prompts, ids = asked(session, config, positions)
     settings, seed = engine.config.sampling, 2 * engine.config.run.seed
@@ -60,8 +65,11 @@ def _draw(session: Session, config: RLConfig, step: int, positions: Sequence[int
     if session.served is None:
         samples = sample(engine, tokens, ids, seed, settings)
     else:
-        samples, versions, servers = session.served.take(tokens, ids)
+        samples, versions, servers, fault = session.served.take(tokens, ids)
+        if fault is not None:
+            session.failures.report("logprobs", fault)
         others |= {"staleness": config.policy_version(step) - versions, "servers": servers}
+    samples, lost = without_failed_logprobs(samples)
     rewards = completion_rewards(session, prompts, samples.responses()).to(engine.float_dtype)
     if "greedy_rewards" in config.advantages.needs:
         if session.served is None:
@@ -69,7 +77,13 @@ def _draw(session: Session, config: RLConfig, step: int, positions: Sequence[int
         else:
             greedy = session.served.draw(tokens[::size], positions, seed, greedy=True)
         of_greedy = completion_rewards(session, prompts[::size], greedy.responses())
-        others["greedy_rewards"] = of_greedy.to(engine.float_dtype).repeat_interleave(size)
+        of_greedy = of_greedy.to(engine.float_dtype).repeat_interleave(size)
+        rewards[of_greedy.isnan()] = torch.nan
+        others["greedy_rewards"] = of_greedy.nan_to_num(0.0)
+    failed = {"logprobs": lost, "reward": rewards.isnan() & ~lost}
+    session.failures.count(len(samples), failed, engine.groups.data, engine.replica_groups)
+    rewards[lost] = torch.nan
+    rewards = without_lone(rewards, size) if config.advantages.grouped else rewards
     groups = torch.tensor(positions, dtype=torch.int64).repeat_interleave(size)
     return samples.with_fields(group_ids=groups, sample_ids=torch.tensor(ids, dtype=torch.int64), **others), rewards
 

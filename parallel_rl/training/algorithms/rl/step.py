@@ -32,7 +32,7 @@ def rl_step(session: Session, config: RLConfig, at: TrainProgress) -> StepMetric
     if session.served is not None:
         ask_ahead(session, config, at)
     made, reward = (recorded_experience if session.data.rollouts else sampled_experience)(session, config, at)
-    metrics: StepMetrics = {} if reward is None else {"reward": reward}
+    metrics: StepMetrics = {} if reward is None else {"reward": reward, **session.failures.metrics()}
     made, sizes = policy.balance(made, config.updates)
     made, kl = _with_advantages(session, config, made)
     metrics |= kl

@@ -1,0 +1,147 @@
+"""Samples that fail: scored again, counted by cause and masked, and an error if they are too many."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from parallel_rl.agreement import communication_device, raise_on_all_ranks
+from parallel_rl.config.strict import at_least
+from parallel_rl.experience.completions import MINUS_INFINITY
+from parallel_rl.experience.samples import Samples
+from parallel_rl.groups import group_sum
+
+CAUSES = ("logprobs", "reward")
+
+
+@dataclass(frozen=True)
+class FailedSamplesConfig:
+    """Samples without a finite reward or without finite log-probs: they are masked, as long as they are few.
+
+    Attributes:
+        retries: how often such a sample is drawn or scored again before it is masked.
+        max_share: the share of a step's samples that may be masked so; more end the run.
+    """
+
+    retries: int = 2
+    max_share: float = 0.1
+
+    def __post_init__(self) -> None:
+        at_least(self, retries=0, max_share=0)
+        if self.max_share > 1:
+            raise ValueError(f"max_share = {self.max_share} must be at most 1, all samples of a step")
+
+
+class Scored(NamedTuple):
+    """Rewards [N], NaN for each sample that failed, and the errors of these samples."""
+
+    rewards: Tensor
+    faults: Mapping[int, Exception]
+
+
+def score_again(score: Callable[[Sequence[int]], Scored], count: int, retries: int) -> Scored:
+    """Score `count` samples, then those that failed again, at most `retries` times; faults are of the first attempt."""
+    rewards, faults = score(range(count))
+    for _ in range(retries):
+        if not faults:
+            break
+        rows = sorted(faults)
+        again = score(rows)
+        rewards[rows] = again.rewards
+        faults = {rows[place]: faults[rows[place]] for place in again.faults}
+    return Scored(rewards, faults)
+
+
+def failed_logprobs(samples: Samples) -> Tensor:
+    """[N] bool: padded samples with a sampled token whose log-prob is no finite number."""
+    if samples.generation_logprobs is None:
+        return torch.zeros_like(samples.lengths, dtype=torch.bool)
+    finite = (samples.generation_logprobs > MINUS_INFINITY) & (samples.generation_logprobs < math.inf)
+    return (samples.token_mask.bool() & ~finite).any(1)
+
+
+def without_failed_logprobs(samples: Samples) -> tuple[Samples, Tensor]:
+    """Set the log-probs of samples that failed to 0, and return their mask [N], too."""
+    failed, logprobs = failed_logprobs(samples), samples.generation_logprobs
+    if logprobs is None:
+        return samples, failed
+    return replace(samples, generation_logprobs=logprobs.masked_fill(failed[:, None], 0.0)), failed
+
+
+def without_lone(rewards: Tensor, size: int) -> Tensor:
+    """Set the reward of a sample to NaN if all others of its group, `size` rows in order, failed.
+
+    >>> without_lone(torch.tensor([1.0, torch.nan, 2.0, 3.0]), 2).tolist()
+    [nan, nan, 2.0, 3.0]
+    """
+    scored = ~(rewards if rewards.dim() == 2 else rewards[:, None]).isnan().any(1)
+    lone = (scored.view(-1, size).sum(1) == 1) & (size > 1)
+    rewards = rewards.clone()
+    rewards[lone.repeat_interleave(size)] = torch.nan
+    return rewards
+
+
+class SampleFailures:
+    """Counter of the samples that failed, by cause; it prints the first message of each cause."""
+
+    def __init__(self, config: FailedSamplesConfig) -> None:
+        self.config = config
+        self._printed: set[str] = set()
+        self._samples, self._counts, self._first = 0, [0] * len(CAUSES), ""
+
+    def report(self, cause: str, message: str) -> None:
+        """Keep the message of a failed sample for `count`, and print the first of its cause."""
+        self._first = self._first or message
+        if cause not in self._printed:
+            self._printed.add(cause)
+            print(
+                f"warning: a sample failed and is masked: {message}; samples_failed/{cause} counts such samples",
+                flush=True,
+            )
+
+    def count(
+        self,
+        samples: int,
+        failed: Mapping[str, Tensor],
+        data: ProcessGroup | None = None,
+        sharing: Sequence[ProcessGroup | None] = (),
+    ) -> None:
+        """Add this rank's samples and, by cause, masks of those that failed; every rank calls it.
+
+        Args:
+            samples: of this rank.
+            failed: bool tensors by cause.
+            data: the ranks that hold other samples.
+            sharing: groups whose ranks hold the same samples.
+
+        Raises:
+            ValueError: too many samples failed since the last `metrics`; on all ranks alike, with their first messages.
+        """
+        device = communication_device(data, torch.device("cpu"))
+        numbers = [samples, *(int(failed[cause].sum()) if cause in failed else 0 for cause in CAUSES)]
+        total, *counts = group_sum(torch.tensor(numbers, device=device), data).tolist()
+        self._samples += total
+        self._counts = [count + more for count, more in zip(self._counts, counts, strict=True)]
+        if sum(self._counts) <= self.config.max_share * self._samples:
+            return
+        causes = ", ".join(f"{n} by {cause}" for n, cause in zip(self._counts, CAUSES, strict=True) if n)
+        what = f"{causes} of {self._samples} samples failed, more than failed_samples.max_share = {self.config.max_share:g}"
+
+        def refuse() -> None:
+            if self._first:
+                raise ValueError(f"{self._first} ({what})")
+
+        raise_on_all_ranks(refuse, [*sharing, data])
+        raise ValueError(what)
+
+    def metrics(self) -> dict[str, float]:
+        """Return the counts of all ranks by name, and begin at 0."""
+        counts = {f"samples_failed/{cause}": float(n) for cause, n in zip(CAUSES, self._counts, strict=True)}
+        self._samples, self._counts, self._first = 0, [0] * len(CAUSES), ""
+        return counts
