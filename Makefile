@@ -95,8 +95,9 @@ format: $(STAMP)  ## fix what ruff can fix
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-docs: $(STAMP)  ## the generated pages of the reference, from the code and the recipes
+docs: $(STAMP)  ## the generated pages of the reference, and the drawings
 	PYTHONPATH=$(CURDIR) $(BIN)/python -m tools.reference
+	PYTHONPATH=$(CURDIR) $(BIN)/python -m tools.figures
 
 docs-site: .docs/.installed  ## the site in build/site, offline; a warning or a dead link is an error; then its pages in a browser
 	@if [ -e .docs/sphinx ]; then rm -rf build/site && CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=1 PYTHONPATH=$(CURDIR)/.docs:$(CURDIR) \

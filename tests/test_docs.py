@@ -22,6 +22,7 @@ from parallel_rl.testing.pool import run_world
 from tests.distributed.law import CASES
 from tests.slurm.faults import FAULTS
 from tests.training.helpers import CONFIGS, ROOT, train_rows
+from tools.figures import files
 from tools.reference import losses, metrics, pages
 from tools.reference.recipes import ONLY_HERE, OTHERS, other_systems
 
@@ -34,6 +35,11 @@ def blocks(language: str) -> list[str]:
 
 def test_the_generated_pages_are_fresh() -> None:
     assert [str(file.relative_to(ROOT)) for file in pages.stale()] == [], "run make docs"
+
+
+def test_the_drawings_are_fresh() -> None:
+    stale = [file.name for file, draw in files.FILES.items() if file.read_text(encoding="utf-8") != draw().svg()]
+    assert stale == [], "run make docs"
 
 
 def test_the_pages_name_everything() -> None:

@@ -1,0 +1,5 @@
+"""python -m tools.figures: write the drawings."""
+
+from tools.figures.files import write
+
+write()
