@@ -12,7 +12,7 @@ PACKAGE = Path(__file__).parents[1] / "parallel_rl"
 # folders and files whose docstrings were read; the aim is the whole package
 READ = (
     "advantages", "agreement", "cli", "cluster", "config", "counts", "doctor", "explain", "functional", "groups", "labels",
-    "losses", "metrics", "packing", "plan", "prefix_tree", "recipes", "replicated", "schema", "segments", "statistics",
+    "layout", "losses", "metrics", "packing", "plan", "prefix_tree", "recipes", "replicated", "schema", "segments", "statistics",
     "validation", "verify", "vocab",
 )  # fmt: skip
 NO_VERB = re.compile(
