@@ -1,7 +1,7 @@
 """Map from local positions to tokens of sequences: padded and packed rows, both context-parallel layouts.
 
-Every index is computed here, once, with tensor operations, and never waits for the device. Legend: B sequences, S tokens a
-row of the data, T positions of the (packed) row, `local` what this context rank holds.
+Every index is computed here once, with tensor operations and without waiting for the device. Legend: B sequences, S tokens a
+row of the data, T positions of the (packed) row, `local` this context rank's part.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ CPLayout = Literal["zigzag", "contiguous"]
 
 
 def valid_tokens(data: Mapping[str, Tensor], shift: bool = True) -> Tensor:
-    """[B, S] bool: the tokens that carry loss. Column 0 has no predictor and never does, unless nothing is left to shift.
+    """Return [B, S] bool: tokens that carry loss, without column 0, unless labels are shifted already.
 
     >>> data = {"token_mask": torch.tensor([[1, 1, 0], [1, 1, 1]]), "sample_mask": torch.tensor([1, 0])}
     >>> valid_tokens(data).tolist()
@@ -44,9 +44,9 @@ def valid_tokens(data: Mapping[str, Tensor], shift: bool = True) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class SequenceLayout:
-    """The local positions of one context rank, in the order of its logits.
+    """Local positions of one context rank, in the order of its logits.
 
-    A sequence's local positions are neighbours: sequence i holds `[offsets[i], offsets[i + 1])`.
+    A sequence's local positions are adjacent: sequence i holds `[offsets[i], offsets[i + 1])`.
 
     >>> layout = SequenceLayout.padded(1, 8, cp_size=2, cp_rank=0)  # zigzag: the first and the last quarter
     >>> layout.positions.tolist()
@@ -56,12 +56,12 @@ class SequenceLayout:
 
     Attributes:
         shape: (B, S) of the whole data.
-        sequence_ids: [T_local] the row of the data that each position belongs to.
+        sequence_ids: [T_local] the data row of each position.
         positions: [T_local] index in the (padded) sequence; at or beyond the true length it is padding.
         offsets: [B + 1] local segment bounds.
         lengths: [B] true lengths.
         local_shape: the leading shape of the logits, (B, S/cp) or (1, T/cp).
-        chunks: [B] and [B], where sequences are cut: position p lies in chunk (first + p) // second of 2·cp, or cp.
+        chunks: [B] and [B], the cuts of sequences: position p lies in chunk (first + p) // second of 2·cp, or cp.
         tree: the rows that local positions share.
     """
 
@@ -87,7 +87,7 @@ class SequenceLayout:
         uneven: bool = False,
         device: torch.device | str | None = None,
     ) -> SequenceLayout:
-        """Lay out rows of one length: the logits are [B, S/cp, V/tp]; `uneven`: contiguous parts as `torch.chunk` makes them.
+        """Lay out rows of one length, logits [B, S/cp, V/tp]; `uneven` makes `torch.chunk`'s contiguous parts.
 
         Raises:
             ValueError: `seq_len` is not divisible by 2·cp (zigzag) or cp (contiguous), a rank outside the group, an
@@ -134,23 +134,23 @@ class SequenceLayout:
         Zigzag cuts every padded sequence into 2·cp chunks; contiguous cuts the whole row into cp parts.
 
         Args:
-            cu_seqlens: [B + 1] integer, true lengths summed up from 0.
-            cu_seqlens_padded: [B + 1] integer, the same with each sequence's padding; None where there is none.
+            cu_seqlens: [B + 1] integer, cumulative true lengths from 0.
+            cu_seqlens_padded: [B + 1] integer, the same with each sequence's padding; None: no padding.
             seq_len: S, the width of the unpacked data; a last sequence with the row's alignment padding may be longer.
             total: T, the padded length of the row over all context ranks.
-            tail: positions at the end of the row, of T, that belong to no sequence; zigzag cuts them as a segment of their own.
+            tail: positions at the end of the row that belong to no sequence; zigzag cuts them as a separate segment.
             device: of the layout; None is that of `cu_seqlens`. Bounds on the host are checked before they move.
 
         Raises:
-            ValueError: shapes or dtypes; on host tensors also: not starting at 0, not increasing, a true length above
-                its padded one, padded lengths that are not divisible by 2·cp, a last bound that is not `total` − `tail`.
+            ValueError: shapes or dtypes; on host tensors also: not starting at 0, not increasing, a true length above its
+                padded one, padded lengths not divisible by 2·cp, a last bound other than `total` − `tail`.
         """
         _check_cp(cp_size, cp_rank, cp_layout)
         padded = cu_seqlens if cu_seqlens_padded is None else cu_seqlens_padded
         _check_cu_seqlens(cu_seqlens, padded, (total, tail), cp_size, cp_layout)
         count = cu_seqlens.numel() - 1
         where = cu_seqlens.device if device is None else device
-        # A copy to the device that the host does not wait for: memory of the host is read before the call returns.
+        # copied without a host wait: host memory is read before the call returns
         bounds = padded.to(where, torch.int64, non_blocking=True)
         lengths = cu_seqlens.to(where, torch.int64, non_blocking=True).diff()
         local = total // cp_size
@@ -160,10 +160,10 @@ class SequenceLayout:
             ids = torch.searchsorted(offsets[1:], place, right=True).clamp_(max=count - 1)
             start, size = offsets[ids], bounds.diff()[ids]
             positions = _zigzag(place - start, size // (2 * cp_size), cp_size, cp_rank)
-            # beyond the last sequence the formula gives places inside of it, which belong to other ranks
+            # beyond the last sequence the formula gives places of other ranks inside it
             positions = torch.where(place < offsets[-1], positions, bounds[-1])
             chunks = torch.zeros_like(lengths), bounds.diff() // (2 * cp_size)
-        else:  # one rank holds the row in order, whatever the layout is called
+        else:  # one rank holds the row in order under any layout
             offsets = (bounds - cp_rank * local).clamp_(0, local)
             ids = torch.searchsorted(offsets[1:], place, right=True).clamp_(max=count - 1)
             positions = place + cp_rank * local - bounds[ids]
@@ -181,12 +181,12 @@ class SequenceLayout:
 
     @cached_property
     def predicted(self) -> tuple[Tensor, Tensor]:
-        """[T_local] flat index into [B, S] of the token that each position predicts, and whether there is one."""
+        """Return [T_local] flat index into [B, S] of each position's predicted token, and if there is one."""
         return self._index(self.positions + 1)
 
     @cached_property
     def held(self) -> tuple[Tensor, Tensor]:
-        """[T_local] flat index into [B, S] of the token that each position holds, and whether there is one."""
+        """Return [T_local] flat index into [B, S] of the token each position holds, and whether there is one."""
         return self._index(self.positions)
 
     def places(self, shift: bool = True) -> tuple[Tensor, Tensor]:
@@ -199,22 +199,22 @@ class SequenceLayout:
         return self.sequence_ids * self.shape[1] + column.clamp(max=last), valid
 
     def check_logits(self, logits: Tensor) -> None:
-        """Check that logits are [*local_shape, V/tp].
+        """Check the shape of logits.
 
         Raises:
-            ValueError: they are not.
+            ValueError: other than [*local_shape, V/tp].
         """
         if logits.dim() != 3 or tuple(logits.shape[:2]) != self.local_shape:
             rows, width = self.local_shape
             raise ValueError(f"the logits have shape {list(logits.shape)}; the layout needs [{rows}, {width}, V/tp]")
 
     def shard(self, field: Tensor, shift: bool = True, fill: float | int | bool = 0) -> Tensor:
-        """Put a whole, token-aligned field into the order of the local logits.
+        """Put a whole, token-aligned field in the order of the local logits.
 
         Args:
             field: [B, S], or [B, S, K] with K values a token.
-            shift: True puts `field[i, t + 1]` where the logits of token t are, the position that predicts it; False
-                keeps `field[i, t]` there (what the model reads).
+            shift: True puts `field[i, t + 1]` at the logits of token t, which predict it; False keeps `field[i, t]` there
+                (what the model reads).
             fill: the value at positions without a token.
 
         Returns:
@@ -228,7 +228,7 @@ class SequenceLayout:
         return torch.where(valid.view(-1, *[1] * (field.dim() - 2)), local, fill)
 
     def take(self, field: Tensor, shift: bool = True) -> Tensor:
-        """Do as `shard` for a caller that masks by itself: positions without a token hold anything.
+        """Do as `shard` for callers that mask: positions without a token hold anything.
 
         Raises:
             ValueError: a field of another shape.
@@ -239,7 +239,7 @@ class SequenceLayout:
         return field.reshape(-1, *field.shape[2:])[index]
 
     def unshard(self, local: Tensor, context_group: ProcessGroup | None = None, shift: bool = True) -> Tensor:
-        """Invert `shard`: [T_local, ...] to [B, S, ...], whole on every context rank, 0 where no position predicts a token."""
+        """Invert `shard`: [T_local, ...] to [B, S, ...] on every context rank, 0 if nothing predicts a token."""
         index, valid = self.places(shift)
         whole = local.new_zeros(self.shape[0] * self.shape[1] + 1, *local.shape[1:])
         whole = whole.index_put((torch.where(valid, index, len(whole) - 1),), local)[:-1]
@@ -251,17 +251,17 @@ class SequenceLayout:
         return group_sum(local, context_group).to(x.dtype)
 
     def segment_max(self, x: Tensor, context_group: ProcessGroup | None = None) -> Tensor:
-        """Take the largest of [T_local] in each sequence, over all context ranks: [B], −inf for an empty one; no gradient."""
+        """Return [B] each sequence's maximum over all context ranks, −inf for an empty one; no gradient."""
         most = x.new_full((self.shape[0],), -torch.inf).scatter_reduce(0, self.sequence_ids, x, "amax")
         return reduce_(most, context_group, dist.ReduceOp.MAX)
 
     def expand(self, per_sequence: Tensor) -> Tensor:
-        """Expand [B] to [T_local]: each position gets its sequence's value; the gradient is the local segment sum."""
+        """Expand [B] to [T_local], each sequence's value; the gradient is the local segment sum."""
         return expand_segments(per_sequence, self.offsets, self.sequence_ids)
 
 
 def _parts(cp_size: int, cp_layout: CPLayout) -> int:
-    # A single rank holds the sequence in order whatever the layout is called.
+    # one rank holds the sequence in order under any layout
     return 1 if cp_size == 1 else 2 * cp_size if cp_layout == "zigzag" else cp_size
 
 
@@ -271,7 +271,7 @@ def _parts_text(cp_size: int, cp_layout: CPLayout) -> str:
 
 
 def _zigzag(local: Tensor, chunk: Tensor | int, cp_size: int, cp_rank: int) -> Tensor:
-    """Local place → place in the sequence: rank r holds chunks r and 2·cp − 1 − r."""
+    """Map local to sequence places: rank r holds chunks r and 2·cp − 1 − r."""
     if cp_size == 1:
         return local
     return torch.where(local < chunk, cp_rank * chunk + local, (2 * cp_size - 2 - cp_rank) * chunk + local)

@@ -11,9 +11,9 @@ import pytest
 PACKAGE = Path(__file__).parents[1] / "parallel_rl"
 # folders and files whose docstrings were read; the aim is the whole package
 READ = (
-    "advantages", "agreement", "cli", "cluster", "config", "counts", "doctor", "explain", "functional", "groups", "labels",
-    "losses", "metrics", "packing", "plan", "prefix_tree", "recipes", "replicated", "schema", "segments", "statistics",
-    "validation", "verify", "vocab",
+    "advantages", "agreement", "cli", "cluster", "compat", "config", "counts", "doctor", "explain", "functional", "groups",
+    "hosts", "labels", "layout", "losses", "metrics", "packing", "plan", "prefix_tree", "recipes", "replicated", "schema",
+    "segments", "statistics", "validation", "verify", "vocab",
 )  # fmt: skip
 NO_VERB = re.compile(
     "A|All|An|And|Any|As|Both|By|Each|Every|Everything|For|From|How|If|In|Its|Of|On|One|Same|Some|Such|That|The|These|This|Those"

@@ -1,4 +1,4 @@
-"""Log-probs of responses [B, A], as other projects hand them to their losses, as the `TokenBatch` that objectives read."""
+"""Log-probs of responses [B, A], as other projects' losses get them, made into the `TokenBatch` of objectives."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Count = Tensor | float
 
 
 def as_count(count: Count, device: torch.device | None = None) -> Tensor:
-    """A count as a float64 scalar: what it divides then keeps its precision. The host waits for no device."""
+    """Convert a count to a float64 scalar, which keeps the quotient's precision, without a host sync."""
     if isinstance(count, Tensor):
         return count.to(device, torch.float64, non_blocking=True)
     return torch.full((), count, dtype=torch.float64, device=device)
@@ -38,9 +38,9 @@ def as_count(count: Count, device: torch.device | None = None) -> Tensor:
 class Step:
     """Counts, ranks and statistics of the step, which an origin's call has no arguments for.
 
-    seqs, toks: valid sequences and tokens of the whole optimizer step; None are those of this call, over `context_group`.
-    context_group: the ranks over which the tokens of each row are spread, [B, A/cp] each, all tensors of a call cut alike.
-    statistics: of the whole step, for a loss that has `collect`.
+    seqs, toks: valid sequences and tokens of the whole optimizer step; None: of this call, over `context_group`.
+    context_group: ranks that each row's tokens are spread over, [B, A/cp] each, all tensors of a call cut alike.
+    statistics: of the whole step, for a loss with `collect`.
     """
 
     seqs: Count | None = None
@@ -57,15 +57,11 @@ class Step:
 
     @property
     def alone(self) -> bool:
-        """Whether this call of this rank is all of the step, as its origin has it."""
+        """Return whether this call of this rank is the whole step, as its origin has it."""
         return self.seqs is None and group_size(self.context_group) == 1
 
     def with_statistics(self) -> Step:
-        """Check that a loss with `collect` got both counts and statistics, and return the step itself.
-
-        Raises:
-            ValueError: counts of the step without its statistics, or the other way round.
-        """
+        """Return the step; ValueError if only one of counts and statistics is given."""
         if (self.seqs is None) != (self.statistics is None):
             raise ValueError(
                 "statistics=, the reduced result of collect(...), goes with global_valid_seqs and global_valid_toks; "
@@ -75,7 +71,7 @@ class Step:
         return self
 
     def of(self, part: str) -> Step:
-        """The step of one part of its rows, whose counts are among the statistics."""
+        """Return the step of one part of its rows, with its counts from the statistics."""
         if self.statistics is None:
             return self
         seqs, toks = (self.statistics[f"{part}_{of}"].clamp(min=1) for of in ("seqs", "toks"))
@@ -85,11 +81,11 @@ class Step:
 def token_mean(
     values: Tensor, mask: Tensor, count: Count | None = None, context_group: ProcessGroup | None = None
 ) -> Tensor:
-    """Share of the mean over valid tokens, which are spread over the context ranks; 0 of none.
+    """Compute this rank's share of the mean over valid tokens, spread over the context ranks; 0 of none.
 
     Args:
-        values: any shape, NaN or inf where masked. mask: the same shape, bool. count: valid tokens of the whole step; None:
-            these, over the context ranks.
+        values: any shape, NaN or inf where masked. mask: bool, of that shape. count: valid tokens of the step; None: of the
+            call.
     """
     count = group_sum(mask.sum(), context_group).clamp(min=1) if count is None else count
     total = torch.where(mask, values, 0).sum(dtype=torch.float64) / count
@@ -97,10 +93,10 @@ def token_mean(
 
 
 def row_mean(values: Tensor, count: Count | None = None, context_group: ProcessGroup | None = None) -> Tensor:
-    """Share of the mean of numbers of whole sequences, which every context rank holds; 0 of none.
+    """Compute the share of a mean over sequences, which all context ranks hold; 0 of none.
 
     Args:
-        values: any shape. count: how many there are in the whole step; None: these.
+        values: any shape. count: their number in the whole step; None: in this call.
     """
     count = max(values.numel(), 1) if count is None else count
     total = values.sum(dtype=torch.float64) / (count * group_size(context_group))
@@ -116,15 +112,15 @@ def dense_batch(
     rows: Tensor | None = None,
     count_empty: bool = True,
 ) -> TokenBatch:
-    """The batch that a loss's `compute` reads.
+    """Build the batch that a loss's `compute` reads.
 
     Args:
         logprobs: [B, A] of the current policy, with gradient.
-        mask: [B, A] tokens that carry loss, any dtype; None is all of them.
+        mask: [B, A] tokens that carry loss, any dtype; None: all.
         fields: name → [B, A] or [B].
-        step: counts and groups; None is a call alone.
-        rows: [B] bool, the sequences that count; None is all of them.
-        count_empty: whether a row without a token is one of the sequences, where `step` does not give their number.
+        step: counts and groups; None: the call is the step.
+        rows: [B] bool, sequences that count; None: all.
+        count_empty: count rows without a token as sequences, if `step` has no count.
 
     Raises:
         ValueError: shapes that differ, log-probs of an integer dtype.
@@ -154,7 +150,7 @@ def dense_batch(
 
 
 def with_field(batch: TokenBatch, name: str, values: Tensor) -> TokenBatch:
-    """The batch of a `dense_batch` with one field more, or another one of that name; values are flat, [T_local]."""
+    """Return the batch of `dense_batch` with a field added or replaced; values are flat, [T_local]."""
     local, values = batch.local, values.view(batch.shape)
     others = tuple(field for field in local.requirements.fields if field.name != name)
     needs = replace(local.requirements, fields=(*others, _field(name, values)))

@@ -1,4 +1,4 @@
-"""Losses on logits that LightRFT and OpenRLHF have in common: next token, distillation, process reward."""
+"""Losses on logits in both LightRFT and OpenRLHF: next token, distillation, process reward."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ def next_token_loss(
     context_group: ProcessGroup | None = None,
     cp_layout: CPLayout = "zigzag",
 ) -> Tensor:
-    """Share of the mean cross-entropy of labels one place to the right, over those that are not −100; 0 without any.
+    """Compute the share of the mean cross-entropy of the next labels that are not −100; 0 without any.
 
     Args:
-        logits: [..., S/cp, V/tp]. labels: [..., S/cp], cut alike, of any vocabulary shard.
-        toks: valid labels of the whole step; None: these, over the context ranks.
+        logits: [..., S/cp, V/tp]. labels: [..., S/cp], cut alike, of the whole vocabulary.
+        toks: valid labels of the whole step; None: of this call, over the context ranks.
     """
     if not labels.numel():
         return _nothing(logits)
@@ -47,7 +47,7 @@ def next_token_loss(
     layout = SequenceLayout.padded(
         len(labels), width, cp_size=cp, cp_rank=rank, cp_layout=cp_layout, device=labels.device
     )
-    # Whole labels: the first one of a chunk belongs to another rank's last logits.
+    # Whole labels: the last logits of a chunk predict another rank's label.
     labels = layout.unshard(labels.flatten(), context_group, shift=False)
     mask = labels != IGNORE_INDEX
     data = {"input_ids": torch.where(mask, labels, 0), "token_mask": mask, "sample_mask": mask.new_ones(len(mask))}
@@ -57,12 +57,12 @@ def next_token_loss(
 
 
 def _nothing(logits: Tensor) -> Tensor:
-    """0, with a gradient, of logits without a row."""
+    """Return 0, with a gradient, of logits without a row."""
     return logits.sum(dtype=math_dtype(logits.dtype))
 
 
 class GPTLMLoss(nn.Module):
-    """Next-token cross-entropy, a mean over the labels that are not −100; no such label gives 0 (the origin: NaN)."""
+    """Next-token cross-entropy, a mean over labels that are not −100; without any, 0 (the origin: NaN)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -78,7 +78,7 @@ class GPTLMLoss(nn.Module):
         context_parallel_group: ProcessGroup | None = None,
         cp_layout: CPLayout = "zigzag",
     ) -> Tensor:
-        """The loss, a scalar; with `global_valid_toks` (`count_valid` of the labels' mask) this rank's share.
+        """Return the loss; with `global_valid_toks` (`count_valid` of the labels' mask) this rank's share.
 
         Args:
             logits: [..., S/cp, V/tp]. labels: [..., S/cp] token ids aligned with the logits; −100 is ignored.
@@ -90,12 +90,12 @@ class GPTLMLoss(nn.Module):
 
 
 class KDLoss(nn.Module):
-    """Cross-entropy of the student under the teacher, −Σ_v p·log q, a mean over places whose label is not −100.
+    """Cross-entropy of the student under the teacher, −Σ_v p·log q, a mean over labels that are not −100.
 
-    It is the cross-entropy and not the KL: larger by the teacher's entropy, with the same gradient. A word that the student
-    excludes (logit −inf) is left out, its teacher mass lost. Nothing is shifted: the label at t decides on the logits at t,
-    where its trainer passes labels of the tokens themselves, so that the first response token is not learned (Q20: the
-    library's `FullDistillationLossFn` shifts). Without a label the loss is 0 (the origin: NaN).
+    Unlike the KL it includes the teacher's entropy; the gradient is the same. A word that the student excludes (logit −inf)
+    is left out with its teacher mass. Nothing is shifted: the label at t selects the logits at t, but its trainer passes the
+    tokens' own labels, so the first response token is not learned (Q20: the library's `FullDistillationLossFn` shifts).
+    Without a label the loss is 0 (the origin: NaN).
     """
 
     def __init__(self) -> None:
@@ -112,7 +112,7 @@ class KDLoss(nn.Module):
         vocab_parallel_group: ProcessGroup | None = None,
         context_parallel_group: ProcessGroup | None = None,
     ) -> Tensor:
-        """The loss, a scalar; with `global_valid_toks` (labels that are not −100, of the whole step) this rank's share.
+        """Return the loss; with `global_valid_toks` (labels of the step that are not −100) this rank's share.
 
         Args:
             logits, teacher_logits: [..., S/cp, V/tp]; the teacher is a constant. label: [..., S/cp].
@@ -131,13 +131,13 @@ class KDLoss(nn.Module):
 
 
 class PRMLoss(nn.Module):
-    """Cross-entropy of step rewards at the places of `placeholder_token_id`; the logits there are read, not those before.
+    """Cross-entropy of step rewards, from the logits at (not before) each `placeholder_token_id`.
 
-    Float labels are probabilities of the first of two `reward_token_ids` (the origin knows float32 only). Integer labels are
-    token ids: among `reward_token_ids`, to which the softmax is then restricted, or of the whole vocabulary; −100 is ignored.
+    Float labels are probabilities of the first of two `reward_token_ids` (the origin: float32 only). Integer labels are token
+    ids: among `reward_token_ids`, which the softmax is then restricted to, or of the whole vocabulary; −100 is ignored.
 
-    The origin's faults are kept (Q23; the library's `PRMLossFn` has none): a soft label of −100 is not ignored, it becomes the
-    target (−100, 101); labels are mapped to classes one reward token after the other, so that a reward id below the number of
+    The origin's faults are kept (Q23; the library's `PRMLossFn` has none): a soft label of −100 is not ignored but becomes
+    the target (−100, 101); labels are mapped to classes one reward token after the other, so a reward id below the number of
     ids can be mapped twice; accuracy counts an ignored place as wrong. Without a placeholder loss and accuracy are 0 (the
     origin: NaN).
     """
@@ -158,13 +158,13 @@ class PRMLoss(nn.Module):
         context_parallel_group: ProcessGroup | None = None,
         statistics: Statistics | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """The loss, or (loss, accuracy); with `statistics`, the reduced result of `collect`, this rank's shares.
+        """Return the loss, or (loss, accuracy); with `statistics`, `collect`'s reduced result, as shares.
 
         Args:
             inputs: [B, S/cp] token ids. logits: [B, S/cp, V/tp]. labels: [B, S/cp].
 
         Raises:
-            ValueError: soft labels without two reward tokens; a label outside the classes (where values are checked).
+            ValueError: soft labels without two reward tokens; a label outside the classes (if values are checked).
         """
         places, scored = self._places(inputs, labels)
         counts: dict[str, Tensor] = (
@@ -178,19 +178,19 @@ class PRMLoss(nn.Module):
 
     @torch.no_grad()
     def collect(self, inputs: Tensor, labels: Tensor) -> Statistics:
-        """This rank's part of the counts of the step; `+` joins micro-batches, then `reduce` over context and data."""
+        """Count this rank's part of the step; `+` joins micro-batches, then `reduce` over context and data."""
         places, scored = self._places(inputs, labels)
         return Statistics({"placeholders": places.sum(), "scored": scored.sum()})
 
     def _places(self, inputs: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """[T] bool each: placeholders, and those that carry loss."""
+        """Return [T] bool each: placeholders, and those that carry loss."""
         places = (inputs == self.placeholder_token_id).flatten()
         return places, places if labels.is_floating_point() else places & (labels.flatten() != IGNORE_INDEX)
 
     def _classified(
         self, logits: Tensor, labels: Tensor, places: Tensor, scored: Tensor, group: ProcessGroup | None
     ) -> tuple[Tensor, Tensor]:
-        """[T] cross-entropy, and whether the largest logit is the label's."""
+        """Compute [T] cross-entropy, and whether the largest logit is the label's."""
         if not labels.numel():
             return _nothing(logits).expand(0), scored
         logits, labels, shard = logits.flatten(0, -2), labels.flatten(), VocabShard.of(logits.shape[-1], group)
@@ -211,7 +211,7 @@ class PRMLoss(nn.Module):
         return cross_entropy(scores, target), (scores.argmax(1) == target.argmax(1)) & scored
 
     def _target(self, labels: Tensor, dtype: torch.dtype) -> Tensor:
-        """[T, K] probabilities of the classes."""
+        """Return [T, K] probabilities of the classes."""
         if labels.is_floating_point():
             return torch.stack([labels.to(dtype), 1 - labels.to(dtype)], 1)
         ids = self.reward_token_ids or []

@@ -1,6 +1,6 @@
-"""OpenRLHF's losses as its article, and the releases of that time, had them; the present ones are in `compat.openrlhf`.
+"""OpenRLHF's losses of its article and of the releases of that time; the present ones are in `compat.openrlhf`.
 
-Its policy and value loss average each row first, then the rows, and return the scalar alone; the other losses are the same.
+Policy and value loss average each row first, then the rows, and return the scalar alone; the other losses are the same.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ __all__ = [
 
 
 class PolicyLoss(lightrft.PolicyLoss):
-    """PPO clipped at 1 ± clip_eps, a mean over all rows of each row's mean over its tokens. Paper: arXiv 1707.06347.
+    """PPO clipped at 1 ± clip_eps, a mean over all rows of each row's mean over its tokens.
 
-    The log-ratio is not clamped. A row without a token counts as 0 (Q13: the origin is NaN).
+    The log-ratio is not clamped. A row without a token counts as 0 (Q13: the origin is NaN). Paper: arXiv 1707.06347.
     """
 
     def __init__(self, clip_eps: float = 0.2) -> None:
@@ -52,11 +52,7 @@ class PolicyLoss(lightrft.PolicyLoss):
         global_valid_toks: Count | None = None,
         context_parallel_group: ProcessGroup | None = None,
     ) -> Tensor:
-        """The loss, a scalar; with the counts of the step this rank's share.
-
-        Args:
-            log_probs, ...: [B, A/cp]. action_mask: [B, A/cp], None is all tokens.
-        """
+        """Return the loss, with the counts of the step this rank's share, from [B, A/cp]; mask None: all."""
         return super().forward(
             log_probs,
             old_log_probs,

@@ -1,4 +1,4 @@
-"""Losses of pairs and of labelled responses that LightRFT and OpenRLHF have in common."""
+"""Losses of pairs and of labelled responses in both LightRFT and OpenRLHF."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ if TYPE_CHECKING:
 
 
 def pairs(seqs: Count | None) -> Count | None:
-    """Pairs of the step from its sequences, chosen and rejected ones."""
+    """Halve the step's sequences, chosen and rejected, to pairs."""
     return None if seqs is None else as_count(seqs) / 2
 
 
 class PairWiseLoss(nn.Module):
-    """Bradley-Terry loss of a reward model, −log σ(r_chosen − r_rejected − margin), a mean over all; 0 of none."""
+    """Bradley-Terry loss of a reward model, −log σ(r_chosen − r_rejected − margin), a mean; 0 of none."""
 
     def forward(
         self,
@@ -37,7 +37,7 @@ class PairWiseLoss(nn.Module):
         global_valid_seqs: Count | None = None,
         context_parallel_group: ProcessGroup | None = None,
     ) -> Tensor:
-        """The loss, a scalar; with `global_valid_seqs` (both rows of each pair count) this rank's share.
+        """Return the loss; with `global_valid_seqs` (both rows of each pair count) this rank's share.
 
         Args:
             chosen_reward, reject_reward: any shape, whole on every context rank. margin: broadcast.
@@ -49,7 +49,7 @@ class PairWiseLoss(nn.Module):
 class LogExpLoss(nn.Module):
     """log(1 + exp(r_rejected − r_chosen)), a mean over all; 0 of none. The margin has no effect.
 
-    Where the origin overflows (Q21: beyond 88 in float32) this is the finite number. Paper: arXiv 2204.05862.
+    It stays finite where the origin overflows (Q21: beyond 88 in float32). Paper: arXiv 2204.05862.
     """
 
     def forward(
@@ -61,15 +61,15 @@ class LogExpLoss(nn.Module):
         global_valid_seqs: Count | None = None,
         context_parallel_group: ProcessGroup | None = None,
     ) -> Tensor:
-        """The loss, a scalar; with `global_valid_seqs` (both rows of each pair count) this rank's share."""
+        """Return the loss; with `global_valid_seqs` (both rows of each pair count) this rank's share."""
         return row_mean(log_exp(chosen_reward, reject_reward), pairs(global_valid_seqs), context_parallel_group)
 
 
 class DPOLoss(nn.Module):
     """DPO, cDPO with `label_smoothing`, or IPO, a mean over pairs; 0 of none.
 
-    IPO is on sums of log-probs as the caller gives them, where its authors take means over tokens (Q17: the library's
-    `DPOLossFn` has both); label_smoothing has no effect on it.
+    IPO takes the caller's sums of log-probs, where its authors take means over tokens (Q17: the library's `DPOLossFn` has
+    both); label_smoothing has no effect on it.
 
     Papers: arXiv 2305.18290; ericmitchell.ai/cdpo.pdf; 2310.12036.
     """
@@ -88,9 +88,9 @@ class DPOLoss(nn.Module):
         global_valid_seqs: Count | None = None,
         context_parallel_group: ProcessGroup | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """(loss, chosen_rewards, rejected_rewards); with `global_valid_seqs` (both rows of each pair) the loss is a share.
+        """Return (loss, chosen_rewards, rejected_rewards); with `global_valid_seqs` the loss is a share.
 
-        Args: four [P] log-probs of responses, whole on every context rank.
+        Args: four [P] log-probs of responses, whole on every context rank. global_valid_seqs: both rows of each pair.
         """
         # Differences in the origin's order: large log-probs leave the same rounding.
         policy, reference = (
@@ -106,9 +106,9 @@ class DPOLoss(nn.Module):
 
 
 class VanillaKTOLoss(nn.Module):
-    """KTO whose baseline is max(0, mean log-ratio) of the opposite class, a mean over both classes; 0 of none.
+    """KTO with the baseline max(0, mean log-ratio) of the opposite class, a mean over both; 0 of none.
 
-    The baselines carry a gradient (Q19: a constant in the paper and in the library's `KTOLossFn`). Paper: arXiv 2402.01306.
+    The baselines carry a gradient (Q19: constant in the paper and the library's `KTOLossFn`). Paper: arXiv 2402.01306.
     """
 
     def __init__(self, beta: float) -> None:
@@ -126,12 +126,13 @@ class VanillaKTOLoss(nn.Module):
         context_parallel_group: ProcessGroup | None = None,
         statistics: Statistics | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """(loss, chosen_rewards, rejected_rewards); with `statistics` or `data_parallel_group` the loss is a share.
+        """Return (loss, chosen_rewards, rejected_rewards); the loss may be a share, see below.
 
         Args:
             policy_chosen_logps, ...: [n_c] and [n_r] log-probs of responses, whole on every context rank.
-            data_parallel_group: where every rank has all of its step in this call; it costs what `collect` and `reduce` cost.
-            statistics: the reduced result of `collect` otherwise.
+            data_parallel_group: gives a share, if every rank has its whole step in this call; as costly as `collect` and
+                `reduce`.
+            statistics: gives a share otherwise; the reduced result of `collect`.
         """
         own = (policy_chosen_logps - reference_chosen_logps, policy_rejected_logps - reference_rejected_logps)
         if statistics is None:
@@ -139,7 +140,7 @@ class VanillaKTOLoss(nn.Module):
             statistics = self.collect(*logps).reduce(ParallelGroups(data=data_parallel_group))
         every = [statistics.samples[side].to(own[0]) for side in ("chosen", "rejected")]
         there = [~each.isnan() for each in every]
-        # The mean of the step with the gradient of this rank's own.
+        # The step's mean with the gradient of this rank's own.
         means = [
             straight_through(each.nansum(), mine.sum()) / where.sum().clamp(min=1)
             for each, mine, where in zip(every, own, there, strict=True)
@@ -162,7 +163,7 @@ class VanillaKTOLoss(nn.Module):
         *,
         context_parallel_group: ProcessGroup | None = None,
     ) -> Statistics:
-        """This rank's part of the statistics of the step, the log-ratios; `+` joins micro-batches, then `reduce`."""
+        """Collect this rank's log-ratios of the step; `+` joins micro-batches, then `reduce`."""
         ratios = (policy_chosen_logps - reference_chosen_logps, policy_rejected_logps - reference_rejected_logps)
         rows = max(len(each) for each in ratios)
         mine = group_rank(context_parallel_group) == 0
@@ -172,7 +173,7 @@ class VanillaKTOLoss(nn.Module):
     def _sum(
         self, chosen: Tensor, rejected: Tensor, good: Tensor, bad: Tensor, chosen_kl: Tensor, rejected_kl: Tensor
     ) -> Tensor:
-        """Sum of the losses of both classes over the pairs that `good` and `bad` mark."""
+        """Sum the losses of both classes over the responses that `good` and `bad` mark."""
         desirable = kto_desirable(torch.where(good, chosen, 0), rejected_kl, self.beta)
         undesirable = kto_undesirable(torch.where(bad, rejected, 0), chosen_kl, self.beta)
         return torch.where(good, desirable, 0).sum() + torch.where(bad, undesirable, 0).sum()
@@ -181,10 +182,10 @@ class VanillaKTOLoss(nn.Module):
 class KTOLoss(nn.Module):
     """KTO of desirable and undesirable responses in any numbers, a mean over both; 0 of none.
 
-    The baseline z₀ = max(0, mean log-ratio of the KL samples) is a constant. As in the origin, where torch.distributed runs,
-    it is the mean over the ranks of the default group of their own means, whatever their sizes, and the loss a mean over this
-    rank's own rows (Q18); a rank without KL samples counts as 0 (the origin: NaN everywhere). With `statistics` or
-    `data_parallel_group` both are means over the whole step. Without torch.distributed the rank is alone.
+    The baseline z₀ = max(0, mean log-ratio of the KL samples) is a constant. As in the origin, under torch.distributed it is
+    the mean of the own means of the default group's ranks, whatever their sizes, and the loss a mean over this rank's rows
+    (Q18); a rank without KL samples counts as 0 (the origin: NaN everywhere). With `statistics` or `data_parallel_group` both
+    are means over the whole step.
 
     Papers: arXiv 2402.01306.
     """
@@ -209,13 +210,7 @@ class KTOLoss(nn.Module):
         context_parallel_group: ProcessGroup | None = None,
         statistics: Statistics | None = None,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """(loss, chosen_rewards, rejected_rewards, KL); with `statistics` or `data_parallel_group` the loss is a share.
-
-        Args:
-            policy_chosen_logps, ...: [n_c], [n_r] and [n_k] log-probs of responses, whole on every context rank.
-            data_parallel_group: where every rank has all of its step in this call; it costs what `collect` and `reduce` cost.
-            statistics: the reduced result of `collect` otherwise.
-        """
+        """Return (loss, chosen_rewards, rejected_rewards, KL); as `VanillaKTOLoss`, with [n_k] for the KL."""
         chosen, rejected = (
             policy_chosen_logps - reference_chosen_logps,
             policy_rejected_logps - reference_rejected_logps,
@@ -255,7 +250,7 @@ class KTOLoss(nn.Module):
         *,
         context_parallel_group: ProcessGroup | None = None,
     ) -> Statistics:
-        """This rank's part of the statistics of the step, from the call of the loss; `+` joins micro-batches, then `reduce`."""
+        """Collect this rank's part of the step's statistics; `+` joins micro-batches, then `reduce`."""
         rows, ratios = len(policy_chosen_logps) + len(policy_rejected_logps), policy_KL_logps - reference_KL_logps
         return self._collected(rows, ratios, mine=group_rank(context_parallel_group) == 0)
 

@@ -1,7 +1,7 @@
 """Experience from prompts: samples, rewards, log-probs, KL, shaping, dynamic sampling, advantages.
 
-`pipeline` and `draw_groups` are the steps that the trainer and `ExperienceMaker` share. Estimators of advantages belong in
-`parallel_rl.advantages`, pointwise mathematics in `parallel_rl.functional`, the order of records and layouts in the trainer.
+The trainer and `ExperienceMaker` share `pipeline` and `draw_groups`. Advantage estimators belong in `parallel_rl.advantages`,
+pointwise mathematics in `parallel_rl.functional`, the order of records and layouts in the trainer.
 """
 
 from parallel_rl.experience.completion_server import (

@@ -1,4 +1,4 @@
-"""Checkers that come with the library: exact_match, math, format. They know texts only."""
+"""Built-in checkers of texts: exact_match, math, format."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ import sys
 import threading
 from pathlib import Path
 
-_SECONDS = 10.0  # for one answer; the first one has a minute, in which sympy is imported
+_SECONDS = 10.0  # for one answer; the first one, which imports sympy, has a minute
 _FORMAT = re.compile(r"\s*<think>(?P<thought>.*?)</think>(?P<answer>.*)", re.DOTALL)
 
 
 def answer_text(answer: object) -> str:
-    """The text of an answer: itself, or another value as JSON.
+    """Return an answer as text, other values as JSON.
 
     >>> answer_text("4"), answer_text(4), answer_text([1, "a"])
     ('4', '4', '[1, "a"]')
@@ -27,12 +27,12 @@ def answer_text(answer: object) -> str:
 
 
 def exact_match(prompt: str, completion: str, answer: object) -> float:
-    """1 where the completion is the answer (see `answer_text`), to the character; else 0."""
+    """Return 1 if the completion equals the answer (see `answer_text`) to the character, else 0."""
     return float(completion == answer_text(answer))
 
 
 def think_format(prompt: str, completion: str, answer: str) -> float:
-    """1 where the completion is one thought in <think> … </think> and then an answer, neither of them empty; else 0.
+    """Return 1 for one thought in <think> … </think> and then an answer, both not empty; else 0.
 
     >>> think_format("", "<think>7 is odd</think>7", ""), think_format("", "7", "")
     (1.0, 0.0)
@@ -44,10 +44,10 @@ def think_format(prompt: str, completion: str, answer: str) -> float:
 
 
 def math_equal(prompt: str, completion: str, answer: object) -> float:
-    """1 where the last result in the completion equals the answer as mathematics, by math-verify; else 0.
+    """Return 1 if the completion's last result equals the answer as mathematics, by math-verify; else 0.
 
-    1/2 is 0.5, and \\sqrt{8} is 2\\sqrt{2}. Of the answer counts what follows "####", as in GSM8K. It is worked out in a
-    process of its own, within ten seconds, or the reward is 0 (a tower of powers).
+    1/2 is 0.5, and \\sqrt{8} is 2\\sqrt{2}. Of the answer only what follows "####" counts, as in GSM8K. A separate process
+    decides; the reward is 0 after ten seconds (a tower of powers).
 
     Raises:
         ValueError: math-verify is not installed.
@@ -57,26 +57,22 @@ def math_equal(prompt: str, completion: str, answer: object) -> float:
 
 
 def check_math() -> None:
-    """Refuse where math-verify is not installed.
-
-    Raises:
-        ValueError: it is not.
-    """
+    """Raise ValueError if math-verify is not installed."""
     if importlib.util.find_spec("math_verify") is None:
         raise ValueError("reward = 'math' asks math-verify, which is not installed: pip install math-verify")
 
 
 class _Worker:
-    """The process of math_worker.py, started when it is first asked, and again after it had to be ended."""
+    """The process of math_worker.py, started on demand and restarted after a kill."""
 
     _process: subprocess.Popen[str] | None
-    _lock: threading.Lock  # of threads that score: an answer is that of the question before it
+    _lock: threading.Lock  # of scoring threads: answers must match their questions
 
     def __init__(self) -> None:
         self.forget()
 
     def forget(self) -> None:
-        """Have no process yet, as after a fork: the parent reads the answers of the one that there is."""
+        """Drop the process after a fork: the parent reads its answers."""
         self._process, self._lock = None, threading.Lock()
 
     def ask(self, completion: str, answer: str) -> bool:
@@ -100,7 +96,7 @@ class _Worker:
             verdict = process.stdout.readline().strip() if ready else ""
         except OSError:
             verdict = ""
-        if verdict not in ("0", "1"):  # too long, or out of memory
+        if verdict not in ("0", "1"):  # too slow, or out of memory
             self.close()
         return verdict == "1"
 

@@ -1,4 +1,4 @@
-"""Completions with log-probs from vLLM's or SGLang's servers: spread over several, bounded, tried again, checked."""
+"""Completions with log-probs from vLLM's or SGLang's servers: balanced, bounded, retried, checked."""
 
 from __future__ import annotations
 
@@ -20,24 +20,24 @@ from parallel_rl.vocab.sampling import sample_keys
 from parallel_rl.vocab.truncation import Truncation
 
 _APIS = {"openai": ("/v1/completions", read_openai), "sglang": ("/generate", read_native)}
-_SEEDS = (1 << 53) - 1  # what every JSON parser keeps exactly
+_SEEDS = (1 << 53) - 1  # exact in every JSON parser
 
 
 class CompletionServerError(ServerError):
-    """A completion server failed: the message names its URL, the attempt, the sample and what came back."""
+    """A completion server failed; the message names URL, attempt, sample and answer."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CompletionServerConfig(PostingConfig):
-    """Servers of one policy that give token ids and their log-probs; the rest is `PostingConfig`'s.
+    """Servers of one policy that return token ids and log-probs; other options as in `PostingConfig`.
 
     Attributes:
-        url: "http://host:port", or several, each of which serves the same policy; the least loaded is asked.
-        model: its name in requests (`api = "openai"` alone).
+        url: "http://host:port", or several that serve the same policy; the least loaded gets the request.
+        model: its name in requests (`api = "openai"` only).
         api: "openai" is /v1/completions of vLLM and SGLang; "sglang" is SGLang's own /generate.
-        api_key_env: the environment variable with the key that is sent as a bearer token.
-        batch_size: samples in a request. /v1/completions takes one seed a request, so that beyond 1 the draws depend on what
-            shares one; a prompt is never twice in a request, because engines would draw the same for both.
+        api_key_env: the environment variable with the key, sent as a bearer token.
+        batch_size: samples in a request. /v1/completions takes one seed a request, so beyond 1 the samples depend on their
+            request's others; a prompt is never twice in a request, because engines would sample both alike.
     """
 
     url: str | tuple[str, ...]
@@ -71,23 +71,18 @@ class CompletionServerConfig(PostingConfig):
 
     @property
     def urls(self) -> tuple[str, ...]:
-        """The addresses, without a slash at the end."""
         return tuple(url.rstrip("/") for url in ((self.url,) if isinstance(self.url, str) else self.url))
 
     def poster(self) -> Poster:
-        """A client of these servers, with their key."""
         key = None if self.api_key_env is None else Secret.of_environment(self.api_key_env)
         return Poster("completion server", self, CompletionServerError, key)
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """Sampling options: at most `max_tokens`, or up to one of `ends`, at `temperature`, truncated by top-k, then top-p.
+    """Sampling options: up to `max_tokens` or one of `ends`, at `temperature`, with top-k, then top-p.
 
-    A completion with a `fault` is drawn again by other seeds, at most `redraws` times.
-
-    Raises:
-        ValueError: k outside [1, vocab_size], p outside (0, 1].
+    A completion with a `fault` is sampled again with other seeds, at most `redraws` times.
     """
 
     max_tokens: int
@@ -104,29 +99,29 @@ class Sampling:
 
 
 class CompletionServer:
-    """Asks for completions of token-id prompts; at most `concurrency` requests run at a time, whoever called."""
+    """Requests completions of token-id prompts, at most `concurrency` at a time over all callers."""
 
     def __init__(self, config: CompletionServerConfig, sampling: Sampling) -> None:
         self.config, self.sampling = config, sampling
         self._poster = config.poster()
         self._workers = Workers(config.concurrency)
         self._loads = _Loads(config.urls)
-        self._stop = threading.Event()  # of what was submitted; set once this is closed
+        self._stop = threading.Event()  # of submitted requests; set by `close`
         self._stops = {self._stop}
         self._lock = threading.Lock()
 
     def complete(
         self, prompts: Sequence[Sequence[int]], sample_ids: Sequence[int], sampling: Sampling | None = None
     ) -> list[Completion]:
-        """One completion of each of N prompts; where one fails, this call's others are given up.
+        """Complete each of N prompts; after a failure the call's other requests are abandoned.
 
         Args:
-            sample_ids: N integers that name the samples; the seed of a request comes from its first.
-            sampling: other options than the servers' own.
+            sample_ids: N integers that name the samples; the first seeds a request.
+            sampling: instead of the servers' own options.
 
         Raises:
             ValueError: lists of different lengths, or an empty prompt.
-            CompletionServerError: the last attempt failed, or an answer is not what was asked for.
+            CompletionServerError: the last attempt failed, or an answer is wrong.
         """
         with self._stopping() as stop:
             completions = gather(self._submit(prompts, sample_ids, sampling, stop), stop)
@@ -137,18 +132,18 @@ class CompletionServer:
     def submit(
         self, prompts: Sequence[Sequence[int]], sample_ids: Sequence[int], sampling: Sampling | None = None
     ) -> list[Future[Completion]]:
-        """Do as `complete` without waiting: one future a sample, whose completion may have a `fault`."""
+        """Start `complete` without waiting: one future a sample, whose completion may have a `fault`."""
         return self._submit(prompts, sample_ids, sampling, self._stop)
 
     def close(self) -> None:
-        """Begin no further attempt: open requests fail, and nothing is asked again."""
+        """Start no further attempt: open requests fail and are not retried."""
         with self._lock:
             for stop in self._stops:
                 stop.set()
 
     @contextmanager
     def _stopping(self) -> Iterator[threading.Event]:
-        """Yields what stops the requests of one call; `close` sets it, too."""
+        """Yield the event that stops the requests of one call; `close` sets it, too."""
         stop = threading.Event()
         with self._lock:
             self._stops.add(stop)
@@ -173,7 +168,7 @@ class CompletionServer:
             if not prompt:
                 raise ValueError(f"the prompt of sample {sample} is empty; at least one token is needed")
         sampling = sampling or self.sampling
-        # here, for torch has no place in threads that the end of the program may cut off
+        # here: torch must not run in threads that the program's end may cut off
         keys = sample_keys(
             sampling.seed, torch.tensor(sample_ids, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
         )
@@ -196,7 +191,7 @@ class CompletionServer:
         stop: threading.Event,
     ) -> list[Completion]:
         path, read = _APIS[self.config.api]
-        asked = [""]  # the server of each attempt
+        asked = [""]  # server of each attempt
         completions: list[Completion] = []
         with self._loads.request() as choose:
 
@@ -238,15 +233,15 @@ class CompletionServer:
             **common,
             "max_tokens": own.max_tokens,
             "seed": seeds[0],
-            "logprobs": 0,  # of the token drawn, without others beside it
+            "logprobs": 0,  # only of the sampled token
             "return_token_ids": True,
-            "return_tokens_as_token_ids": True,  # vLLM's before it knew the key above
+            "return_tokens_as_token_ids": True,  # older vLLM, without the key above
             "add_special_tokens": False,
         }
 
 
 class _Loads:
-    """Load balancer: a request goes to the server with the fewest in flight, and after a failure to another one."""
+    """Load balancer: a request goes to the least busy server, after a failure to another one."""
 
     def __init__(self, urls: Sequence[str]) -> None:
         self._running = dict.fromkeys(urls, 0)
@@ -255,7 +250,7 @@ class _Loads:
 
     @contextmanager
     def request(self) -> Iterator[Callable[[], str]]:
-        """Yields what chooses the server of the request's next attempt."""
+        """Yield the function that chooses the server of the request's next attempt."""
         url: str | None = None
 
         def choose() -> str:
@@ -282,7 +277,7 @@ class _Loads:
 
 
 def _batches(prompts: Sequence[Sequence[int]], size: int) -> list[list[int]]:
-    """Row numbers of each request, none with the same prompt twice: the first sample of each prompt, then the second, ..."""
+    """List each request's rows, none with a prompt twice: each prompt's first sample, then the second, ..."""
     if size == 1:
         return [[row] for row in range(len(prompts))]
     seen: dict[tuple[int, ...], int] = {}
@@ -297,7 +292,6 @@ def _batches(prompts: Sequence[Sequence[int]], size: int) -> list[list[int]]:
 
 
 def _share(request: Future[list[Completion]], futures: Sequence[Future[Completion]]) -> None:
-    """Pass a request's result or failure to each of its samples."""
     failure = request.exception()
     for index, future in enumerate(futures):
         if not future.set_running_or_notify_cancel():

@@ -1,4 +1,4 @@
-"""Answers of completion servers, parsed and checked: token ids, log-probs, how each ended, the policy's version."""
+"""Parse and check completion servers' answers: token ids, log-probs, ends, the policy's version."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 from parallel_rl.config.json_text import brief, is_finite, is_int64
 from parallel_rl.experience.http_client import PassingError, read_json
 
-# the logarithm of a softmax in float32 can come out this far above 0
+# the log of a float32 softmax may exceed 0 by this much
 _ROUNDING = 1e-5
-# what vLLM writes for −∞, which JSON lacks
+# vLLM's −∞, which JSON lacks
 MINUS_INFINITY = -9999.0
 _PREFIX = "token_id:"
 _DIGITS = re.compile(r"[0-9]{1,18}")
@@ -20,13 +20,13 @@ _DIGITS = re.compile(r"[0-9]{1,18}")
 
 @dataclass(frozen=True)
 class Completion:
-    """The drawn tokens, the end token among them, and the log-prob of each.
+    """Sampled tokens, with the end token, and their log-probs.
 
     Attributes:
-        stopped: it came to an end token; else it was cut off.
-        version: of the policy that drew it, if the server gives one.
-        url: of the server, where it is known.
-        fault: the message of a log-prob that is no finite number of at most 0; that log-prob is NaN.
+        stopped: it reached an end token; else it was cut off.
+        version: of the policy that sampled it, if the server returns one.
+        url: of the server, if known.
+        fault: message of a log-prob that is no finite number of at most 0; that log-prob is NaN.
     """
 
     tokens: tuple[int, ...]
@@ -48,12 +48,7 @@ class Expected:
 
 
 def read_openai(answer: bytes, expected: Expected) -> list[Completion]:
-    """The completions in an answer of /v1/completions, in the order of the prompts.
-
-    Raises:
-        ValueError: what is missing or wrong, in which sample.
-        PassingError: a generation was aborted.
-    """
+    """Read the answer of /v1/completions in prompt order; ValueError, or PassingError if aborted."""
     reply = _reply(answer, expected)
     choices = reply.get("choices") if isinstance(reply, dict) else None
     if not isinstance(reply, dict) or not isinstance(choices, list):
@@ -76,12 +71,7 @@ def read_openai(answer: bytes, expected: Expected) -> list[Completion]:
 
 
 def read_native(answer: bytes, expected: Expected) -> list[Completion]:
-    """The completions in an answer of SGLang's /generate.
-
-    Raises:
-        ValueError: what is missing or wrong, in which sample.
-        PassingError: a generation was aborted.
-    """
+    """Read the answer of SGLang's /generate; ValueError, or PassingError if aborted."""
     reply = _reply(answer, expected)
     if isinstance(reply, dict) and "meta_info" in reply:
         reply = [reply]
@@ -153,7 +143,7 @@ def _completion(
         fault = f"{where}: the log-prob of token {place} is {value}; a finite number of at most 0 is needed"
     if early := [token for token in tokens[:-1] if token in expected.ends]:
         raise ValueError(f"{where}: the end token {early[0]} stands before the end of {brief(tokens)}")
-    stopped = tokens[-1] in expected.ends  # SGLang calls it "length" where the end token is the last that was allowed
+    stopped = tokens[-1] in expected.ends  # SGLang returns "length" if the end token is the last one allowed
     if reason == "stop" and not stopped:
         ends = " or ".join(map(str, expected.ends))
         raise ValueError(
@@ -164,7 +154,7 @@ def _completion(
 
 
 def _version(given: object) -> int | None:
-    """SGLang's weight_version is a text of the trainer's choice; "default" is what the server began with."""
+    """Parse SGLang's weight_version: the trainer's text, or "default" for the initial weights."""
     if given is None:
         return None
     if given == "default":
@@ -178,7 +168,6 @@ def _version(given: object) -> int | None:
 
 
 def _integer(text: str) -> int | None:
-    """A number of at most 18 digits, which 64 bits hold."""
     return int(text) if _DIGITS.fullmatch(text) else None
 
 

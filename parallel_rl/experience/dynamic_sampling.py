@@ -1,4 +1,4 @@
-"""The groups of a step, drawn again for those whose samples teach nothing (DAPO's dynamic sampling)."""
+"""Groups of a step, with prompts resampled if their samples teach nothing (DAPO's dynamic sampling)."""
 
 from __future__ import annotations
 
@@ -16,13 +16,12 @@ from parallel_rl.groups import ParallelGroups, sum_over_ranks
 
 @dataclass(frozen=True)
 class DynamicSampling:
-    """Keep a prompt iff low < mean raw reward of its samples < high; draw others in its place (DAPO, arXiv 2503.14476).
+    """Keep a prompt iff low < its mean raw reward < high, and draw others (DAPO, arXiv 2503.14476).
 
     Attributes:
         low, high: in the unit of the rewards, both excluded.
-        max_rounds: draws in all, the first one included.
-        exhausted: prompts that are then still missing are an "error", or "mask": the last ones drawn stand in their places with
-            `sample_mask` 0.
+        max_rounds: draws in all, including the first.
+        exhausted: prompts then still missing are an "error", or "mask": the last drawn stay with `sample_mask` 0.
     """
 
     low: float = 0.0
@@ -37,7 +36,7 @@ class DynamicSampling:
             raise ValueError(f"max_rounds = {self.max_rounds} must be at least 2: with one nothing is drawn again")
 
     def keeps(self, rewards: Tensor) -> list[bool]:
-        """Whether each prompt stays, from the rewards [prompts, samples] of its samples.
+        """Return whether each prompt stays, from the rewards [prompts, samples] of its samples.
 
         >>> DynamicSampling().keeps(torch.tensor([[1.0, 0.0], [1.0, 1.0]]))
         [True, False]
@@ -46,8 +45,8 @@ class DynamicSampling:
         return ((self.low < means) & (means < self.high)).tolist()
 
 
-# (places to fill, round) -> samples of a prompt for each place, those of one prompt together; raw rewards [N] or [N, K].
-# Every rank calls it each round, also for no places; it may then return None.
+# (places to fill, round) -> a prompt's samples for each place, adjacent; raw rewards [N] or [N, K]. Every rank calls it each
+# round, also without places; it may then return None.
 Draw = Callable[[Sequence[int], int], tuple[Samples, Tensor] | None]
 
 
@@ -56,7 +55,7 @@ class Drawn(NamedTuple):
 
     Attributes:
         keep: [N] bool: samples of prompts that stay.
-        first_rewards: those of the first round, which are the policy's own.
+        first_rewards: of the first round: the policy's own.
         tried: prompts drawn in all rounds.
     """
 
@@ -76,7 +75,7 @@ def draw_groups(
     *,
     in_place: bool = True,
 ) -> Drawn:
-    """Draw `size` samples of each of `count` prompts; with dynamic sampling of prompts that stay, round after round.
+    """Draw `size` samples of each of `count` prompts; with dynamic sampling, over several rounds.
 
     >>> from parallel_rl.experience import padded_samples
     >>> rewards = [[1.0, 1.0, 0.0, 1.0], [0.0, 1.0]]  # the first prompt teaches nothing and is replaced
@@ -87,12 +86,12 @@ def draw_groups(
 
     Args:
         draw: see `Draw`.
-        groups: the data ranks; each goes on as long as another one lacks prompts.
-        in_place: the later prompts are in the places of those they replace; else in the order in which they came, those that
-            do not stay last.
+        groups: the data ranks; each continues while another lacks prompts.
+        in_place: later prompts take the places of those they replace; else prompts are in order of arrival, the masked ones
+            last.
 
     Raises:
-        ValueError: prompts are missing after the last round and are not to be masked; on all data ranks alike.
+        ValueError: prompts are missing after the last round and are not masked; on all data ranks alike.
     """
     parts: list[tuple[Samples, Tensor]] = []
     device = communication_device(groups.data, torch.device("cpu"))

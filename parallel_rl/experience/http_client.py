@@ -1,4 +1,4 @@
-"""JSON posted to servers: a deadline for each attempt, retries of what fails in passing, a bound on what runs at once."""
+"""POST JSON to servers: a deadline per attempt, retries of temporary failures, bounded concurrency."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from parallel_rl.experience.http_exchange import Answer, NoAnswerError, SlowErro
 ResultT = TypeVar("ResultT")
 
 _AWAY = (errno.ECONNREFUSED, errno.EHOSTUNREACH, errno.ENETUNREACH)  # not started yet, or ended
-_LOOK, _TELL = 5.0, 60.0  # seconds between looks at a server that is away, and between lines on it
-_PASSING = (408, 425, 429)  # the server asks to come again; so does every 5xx
+_LOOK, _TELL = 5.0, 60.0  # seconds between attempts at an absent server, and between lines about it
+_PASSING = (408, 425, 429)  # the server wants a retry, as with every 5xx
 _SHOWN, _LONGEST = 400, 4000  # characters of a refusal, and of any message
 
 
 class ServerError(RuntimeError):
-    """A server did not give what it was asked for: the message names its URL, the attempt and what came back.
+    """A server failed; the message names its URL, the attempt and the answer.
 
-    `status` is that of the last answer; None: there was none, or what it held was refused. `lost`: the connection was.
+    `status` is the last answer's, or None without an answer or after refused content; `lost`: the connection was.
     """
 
     status: int | None = None
@@ -35,17 +35,17 @@ class ServerError(RuntimeError):
 
 
 class ServerAwayError(ServerError, Unavailable):
-    """A server refused connections for as long as one waits for it."""
+    """A server refused connections for the whole waiting time."""
 
 
 class PassingError(Exception):
-    """An answer that another attempt may better; raised by what reads answers."""
+    """An answer that another attempt may improve; raised by readers of answers."""
 
 
 class _FailedAttempt(Exception):
     """One attempt gave no result.
 
-    `final`: no other one would. `away`: the server refuses connections, and is waited for.
+    `final`: another would not either. `away`: the server refuses connections, and is waited for.
     """
 
     def __init__(
@@ -60,14 +60,14 @@ class PostingConfig:
     """Timeout, retries and concurrency of requests to a server.
 
     Attributes:
-        timeout: seconds for one attempt, from the look-up of the name to the last byte, however few come at a time.
-        retries: attempts after a first that failed in passing: connection lost, too slow, status 408, 425, 429 or 5xx.
-        backoff: seconds before the first of them; doubled for each that follows.
-        wait: seconds for a server that refuses connections, as one does that is started (again) and loads its model; no
-            attempt is counted meanwhile. 0: it counts as one.
+        timeout: seconds for one attempt, from name look-up to the last byte.
+        retries: attempts after a first temporary failure: connection lost, too slow, status 408, 425, 429 or 5xx.
+        backoff: seconds before the first retry, doubled for each later one.
+        wait: seconds for a server that refuses connections, e.g. while it loads its model; not counted as attempts. 0:
+            counted as one.
         batch_size: samples in a request.
         concurrency: requests at a time.
-        answer_megabytes: an answer that is longer is refused.
+        answer_megabytes: longer answers are refused.
     """
 
     timeout: float = 60.0
@@ -91,9 +91,9 @@ class Poster:
     Attributes:
         name: of the server in messages, such as "reward server".
         config: see `PostingConfig`.
-        error: what is raised.
-        key: sent as a bearer token; it is in no message.
-        headers: sent beside it.
+        error: the class to raise.
+        key: sent as a bearer token; in no message.
+        headers: sent in addition.
     """
 
     name: str
@@ -109,13 +109,13 @@ class Poster:
         read: Callable[[bytes], ResultT],
         stop: threading.Event,
     ) -> ResultT:
-        """Post `body` and return `read(answer)`, after retries where they can help.
+        """Post `body` and return `read(answer)`, after retries if they can help.
 
         Args:
             url: the address, or the one for an attempt (from 1).
-            body: what becomes JSON; None asks by GET.
-            read: raises ValueError for an answer that no other attempt would better, `PassingError` for one that it may.
-            stop: no further attempt is made once it is set.
+            body: sent as JSON; None sends a GET.
+            read: raises ValueError for an answer that no retry would improve, else `PassingError`.
+            stop: once set, no further attempt starts.
 
         Raises:
             ServerError: of the class `error`: the last attempt failed, or an answer was refused.
@@ -145,11 +145,7 @@ class Poster:
             _waiting.ends()
 
     def _attempt(self, address: str, raw: bytes | None, read: Callable[[bytes], ResultT]) -> ResultT:
-        """One attempt's result.
-
-        Raises:
-            _FailedAttempt: there is none.
-        """
+        """Return one attempt's result, or raise `_FailedAttempt`."""
         try:
             answer = self._once(address, raw)
             _waiting.ends(f"{self.name} {address}")
@@ -168,15 +164,10 @@ class Poster:
         raise _FailedAttempt(f"status {answer.status} {self._start(answer)}", answer.status, final=final)
 
     def _pause(self, attempt: int) -> float:
-        """Seconds after an attempt (from 1)."""
         return self.config.backoff * 2 ** min(attempt - 1, 20)
 
     def _await(self, server: str, what: str, end: float, stop: threading.Event) -> None:
-        """Wait a little for a server that is away.
-
-        Raises:
-            ServerAwayError: its time is up.
-        """
+        """Wait a little for an absent server; ServerAwayError if its time is up."""
         left = end - time.monotonic()
         if left <= 0:
             raise ServerAwayError(f"{server}: {what}, for {self.config.wait:g} s (`wait`)")
@@ -184,7 +175,7 @@ class Poster:
         stop.wait(min(left, _LOOK, max(self.config.backoff, 0.01)))
 
     def failure(self, where: str, what: str, status: int | None = None, lost: bool = False) -> ServerError:
-        """The error to raise: what the server said stands in it without the key, which some repeat, and control characters."""
+        """Make the error to raise, without the key, which servers may repeat, and control characters."""
         said = " ".join(printable(what).split())
         error = self.error(f"{self.name} {where}: {(said if self.key is None else self.key.hide(said))[:_LONGEST]}")
         error.status, error.lost = status, lost
@@ -201,7 +192,7 @@ class Poster:
         except (PassingError, ValueError):
             if self.key is None:
                 raise
-        read(self.key.cover(answer))  # the same fault, told of an answer that does not have the key
+        read(self.key.cover(answer))  # the same fault, for an answer without the key
         raise ValueError("the answer holds the key that was sent")
 
     def _start(self, refusal: Answer) -> str:
@@ -211,7 +202,7 @@ class Poster:
 
 
 class _Waiting:
-    """The threads that wait for a server, each server with a line on it a minute, however many requests wait."""
+    """Threads waiting for a server; each server gets one line a minute, for any number of requests."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -231,7 +222,7 @@ class _Waiting:
         print(f"waiting for the {server}: {what}; {left:.0f} s left", flush=True)
 
     def ends(self, answering: str | None = None) -> None:
-        """This thread waits no longer; the server that answers it, if one does, is told where the waiting was."""
+        """Stop waiting; if a server answered, print that it is back."""
         with self._lock:
             self._threads.discard(threading.get_ident())
             told = answering is not None and self._told.pop(answering, None) is not None
@@ -243,20 +234,12 @@ _waiting = _Waiting()
 
 
 def any_server_away() -> bool:
-    """Whether this process waits for a server that refuses connections.
-
-    >>> any_server_away()
-    False
-    """
+    """Return whether this process waits for a server that refuses connections."""
     return bool(_waiting)
 
 
 def read_json(answer: bytes) -> object:
-    """The JSON of an answer.
-
-    Raises:
-        ValueError: no JSON, or none that is taken, see `parse_json`; the message has its start.
-    """
+    """Parse an answer's JSON; the ValueError of a bad or refused one has its start."""
     try:
         return parse_json(answer)
     except (json.JSONDecodeError, UnicodeDecodeError):

@@ -1,4 +1,4 @@
-"""One request and its answer, within so many seconds and bytes, whatever the server does."""
+"""One request and its answer, within limits of seconds and bytes, for any server."""
 
 from __future__ import annotations
 
@@ -24,41 +24,38 @@ if TYPE_CHECKING:
     from _typeshed import WriteableBuffer
     from urllib3.response import HTTPResponse
 
-_HEAD = 1 << 20  # bytes beside an answer's body: its head, and those of "100 Continue" before it
-_REFUSAL = 1 << 20  # bytes that are read of an answer that is none
+_HEAD = 1 << 20  # bytes besides an answer's body: its head, and those of "100 Continue"
+_REFUSAL = 1 << 20  # bytes read of an unsuccessful answer
 
 
 @dataclass(frozen=True)
 class Answer:
-    """Status, reason and body of an answer."""
-
     status: int
     reason: str
     body: bytes
 
 
 class SlowError(Exception):
-    """The seconds were over."""
+    """The time is over."""
 
 
 class NoAnswerError(Exception):
-    """There was no connection, or it ended before the answer did; `errno` is the system's reason, where it gave one."""
+    """No connection, or it broke off; `errno` is the system's reason, if it gave one."""
 
     errno: int | None = None
 
 
 def exchange(url: str, body: bytes | None, headers: Mapping[str, str], seconds: float, most: int) -> Answer:
-    """Post `body` to `url`, or get `url` where it is None, without a proxy, a redirection or a second attempt.
+    """Post `body` to `url`, or get `url` if it is None; no proxy, redirection or retry.
 
     Args:
-        seconds: from the look-up of the name to the last byte.
+        seconds: from name look-up to the last byte.
         most: bytes of an answer's body.
 
     Raises:
         SlowError: no whole answer in `seconds`.
-        NoAnswerError: no connection, no HTTP, or an answer that breaks off.
-        ValueError: an answer that is longer than `most`, or compressed, which is not asked for; a certificate that this
-            machine does not trust.
+        NoAnswerError: no connection, no HTTP, or a broken-off answer.
+        ValueError: an answer that is too long or compressed; a certificate that this machine does not trust.
     """
     parts = urlsplit(url)
     host, path = parts.hostname or "", (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
@@ -85,7 +82,6 @@ def exchange(url: str, body: bytes | None, headers: Mapping[str, str], seconds: 
 
 
 def _read(response: HTTPResponse, most: int) -> Answer:
-    """The answer whose head has come."""
     well = 200 <= response.status < 300
     coded = response.headers.get("Content-Encoding", "identity").strip().lower()
     if well and coded != "identity":
@@ -101,7 +97,7 @@ def _read(response: HTTPResponse, most: int) -> Answer:
 
 
 def _no_answer(error: Exception) -> NoAnswerError:
-    """The error that ended a connection; urllib3 wraps its cause."""
+    """Return the error that ended a connection; urllib3 wraps its cause."""
     cause = error.args[-1] if isinstance(error, ProtocolError) else error
     found = NoAnswerError(_reason(cause))
     found.errno = getattr(cause, "errno", None)
@@ -120,41 +116,32 @@ def _too_long(most: int) -> str:
 
 
 class _Meter:
-    """Seconds and bytes that are left."""
+    """Remaining seconds and bytes."""
 
     def __init__(self, seconds: float, most: int) -> None:
         self._end, self._bytes = time.monotonic() + seconds, most
 
     def seconds(self) -> float:
-        """Seconds that are left.
-
-        Raises:
-            TimeoutError: none.
-        """
+        """Return the remaining seconds; TimeoutError if none."""
         left = self._end - time.monotonic()
         if left <= 0:
             raise TimeoutError
         return left
 
     def count(self, size: int) -> None:
-        """Take `size` bytes.
-
-        Raises:
-            ConnectionError: there are not so many left.
-        """
+        """Take `size` bytes; ConnectionError if fewer are left."""
         self._bytes -= size
         if self._bytes < 0:
             raise ConnectionError
 
     def failure(self, most: int) -> Exception | None:
-        """The limit that is exceeded: the bytes or the seconds; None: neither."""
         if self._bytes < 0:
             return ValueError(_too_long(most))
         return SlowError() if time.monotonic() >= self._end else None
 
 
 class _Bounded:
-    """A connected socket, plain or TLS, whose every call has the seconds that are left."""
+    """A connected socket, plain or TLS, with every call limited to the remaining seconds."""
 
     def __init__(self, inner: socket.socket, meter: _Meter) -> None:
         self._inner, self._meter = inner, meter
@@ -170,14 +157,14 @@ class _Bounded:
         return io.BufferedReader(_Reader(self._inner, self._meter))
 
     def settimeout(self, seconds: float | None) -> None:
-        """Left to the meter."""
+        """Do nothing: the meter sets timeouts."""
 
     def close(self) -> None:
         self._inner.close()
 
 
 class _Reader(io.RawIOBase):
-    """Reader of a socket: each read, of a status line, a header or a body, is metered."""
+    """Reader of a socket with every read metered, of status line, header or body."""
 
     def __init__(self, inner: socket.socket, meter: _Meter) -> None:
         self._inner, self._meter = inner, meter
@@ -198,7 +185,7 @@ class _Reader(io.RawIOBase):
 
 
 class _Plain(HTTPConnection):
-    """A connection that is made, and used, on a meter."""
+    """A connection made and used on a meter."""
 
     meter: _Meter
 
@@ -211,11 +198,11 @@ class _Plain(HTTPConnection):
 
 
 class _Secure(_Plain, HTTPSConnection):
-    """The same through TLS."""
+    """A `_Plain` connection through TLS."""
 
 
 def _connected(connection: HTTPConnection, meter: _Meter) -> socket.socket:
-    """A socket to the first of the host's addresses that answers."""
+    """Connect a socket to the first of the host's addresses that answers."""
     failure: OSError = OSError("the host has no address")
     for *_, address in _looked_up(connection.host, connection.port, meter):
         try:
@@ -223,13 +210,13 @@ def _connected(connection: HTTPConnection, meter: _Meter) -> socket.socket:
         except OSError as error:
             failure = error
         else:
-            found.settimeout(meter.seconds())  # TLS shakes hands within this
+            found.settimeout(meter.seconds())  # includes the TLS handshake
             return found
     raise failure
 
 
 def _looked_up(host: str, port: int, meter: _Meter) -> list[tuple]:
-    """The host's addresses. The system's resolver has timeouts of its own, so a thread waits for it."""
+    """Look up the host's addresses, in a thread: the system's resolver has its own timeouts."""
     found: Future[list[tuple]] = Future()
 
     def look_up() -> None:

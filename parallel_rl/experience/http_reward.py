@@ -1,4 +1,4 @@
-"""Rewards from a server: batches at once, with a deadline for each, and errors that name the request."""
+"""Rewards from a server: concurrent batches, a deadline for each, and errors that name the request."""
 
 from __future__ import annotations
 
@@ -37,20 +37,20 @@ _TOKEN = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]+")
 
 
 class RewardServerError(ServerError):
-    """A reward server did not give what it was asked for: the message names its URL, the attempt and what came back."""
+    """A reward server failed; the message names its URL, the attempt and the answer."""
 
 
 @dataclass(frozen=True)
 class HTTPRewardConfig(PostingConfig):
-    """A reward server; the rest is `PostingConfig`'s.
+    """A reward server; other options as in `PostingConfig`.
 
     >>> HTTPRewardConfig("http://judge:8000/score", retries=5, headers={"X-Team": "blue"}).timeout
     60.0
 
     Attributes:
         url: where the samples are posted.
-        headers: sent with each request. They stand in the run's records: a key goes into the environment.
-        api_key_env: the environment variable with the key that is sent as a bearer token.
+        headers: sent with each request, and recorded with the run: pass keys by the environment.
+        api_key_env: the environment variable with the key, sent as a bearer token.
     """
 
     url: str
@@ -74,9 +74,9 @@ class HTTPRewardConfig(PostingConfig):
 class HTTPReward:
     """(prompts, completions, answers) -> [N] float64, scored by a server.
 
-    A request is a POST of {"query": [prompt + completion, ...], "prompts": [...], "completions": [...], "labels": [answers]},
-    the answer {"rewards": [one number per sample]}: what servers made for OpenRLHF read and give. The order is kept.
-    Where records have other columns, "extras" is a mapping of them for each sample.
+    It posts {"query": [prompt + completion, ...], "prompts": [...], "completions": [...], "labels": [answers]} and reads
+    {"rewards": [one number per sample]} in that order, like servers for OpenRLHF. If records have other columns, "extras" is
+    a mapping of them for each sample.
     """
 
     def __init__(self, config: HTTPRewardConfig) -> None:
@@ -91,12 +91,7 @@ class HTTPReward:
         answers: Sequence[object],
         extras: Sequence[Mapping[str, object]] | None = None,
     ) -> Tensor:
-        """[N] rewards of N samples.
-
-        Raises:
-            ValueError: lists of different lengths.
-            RewardServerError: the last attempt failed, or an answer is not one finite number a sample.
-        """
+        """Score N samples, [N]; ValueError for unequal lists, RewardServerError for a wrong answer."""
         scored = self.score(prompts, completions, answers, extras)
         if scored.faults:
             raise scored.faults[min(scored.faults)]

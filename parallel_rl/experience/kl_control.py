@@ -1,19 +1,15 @@
-"""The coefficient of the KL to the reference: fixed, or led to a target."""
+"""Coefficient of the KL to the reference: fixed, or adaptive with a target."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
 
-_STEP = 0.2  # the most that one update reacts to, as a part of the target
+_STEP = 0.2  # largest reaction of an update, as a fraction of the target
 
 
 class FixedKLController:
-    """A coefficient that stays as it is.
-
-    Raises:
-        ValueError: `value` below 0, or not finite.
-    """
+    """A constant coefficient; ValueError for a `value` that is negative or not finite."""
 
     def __init__(self, value: float) -> None:
         if not 0 <= value < math.inf:
@@ -21,30 +17,25 @@ class FixedKLController:
         self.value = value
 
     def update(self, current: float, n_steps: int) -> None:
-        """Leaves the value."""
+        """Leave the value unchanged."""
 
     def state_dict(self) -> dict[str, float]:
-        """The state for a checkpoint."""
         return {"value": self.value}
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
-        """Goes on from a checkpoint: the value of `state`.
-
-        Raises:
-            ValueError: `state` is not one of this controller.
-        """
+        """Continue from a checkpoint's `state`; ValueError for the state of something else."""
         self.value = _value(state)
 
 
 class AdaptiveKLController(FixedKLController):
-    """A coefficient that rises while the KL is above its target and falls while it is below (arXiv 1909.08593).
+    """A coefficient that rises while the KL is above its target, else falls (arXiv 1909.08593).
 
         e = clip(current/target − 1, −0.2, 0.2)        value ← value·(1 + e·n_steps/horizon)
 
     Args:
-        value: where it starts, above 0.
+        value: initial, above 0.
         target: of the KL, above 0.
-        horizon: in the unit of `n_steps`, above 0; an update of `n_steps` ≥ 5·horizon could turn the sign, and is refused.
+        horizon: in the unit of `n_steps`, above 0; `n_steps` ≥ 5·horizon could flip the sign and is refused.
 
     Raises:
         ValueError: an argument out of its bounds.
@@ -58,11 +49,7 @@ class AdaptiveKLController(FixedKLController):
         self.target, self.horizon = target, horizon
 
     def update(self, current: float, n_steps: int) -> None:
-        """One step with the KL `current`, the mean over all ranks, of `n_steps` samples.
-
-        Raises:
-            ValueError: a KL that is not finite, or too many samples for the horizon.
-        """
+        """Update with the mean KL of `n_steps` samples; ValueError if not finite or above the horizon's bound."""
         if not math.isfinite(current):
             raise ValueError(f"the KL = {current} is not finite")
         if not 0 <= n_steps * _STEP < self.horizon:
@@ -72,7 +59,7 @@ class AdaptiveKLController(FixedKLController):
 
 
 def kl_controller(value: float, target: float | None = None, horizon: float | None = None) -> FixedKLController:
-    """An adaptive controller where there is a target (horizon 10000 by default), else a fixed one.
+    """Return an adaptive controller if there is a target (horizon 10000 by default), else a fixed one.
 
     >>> controller = kl_controller(0.1, target=0.05)
     >>> controller.update(current=0.2, n_steps=500)
@@ -80,7 +67,7 @@ def kl_controller(value: float, target: float | None = None, horizon: float | No
     0.101
 
     Raises:
-        ValueError: a horizon without a target, which would have no effect, or what the controllers refuse.
+        ValueError: a horizon without a target; what the controllers refuse.
     """
     if target is None and horizon is not None:
         raise ValueError(f"horizon = {horizon} has no effect without a target; set target or leave it out")

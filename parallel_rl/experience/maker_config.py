@@ -15,17 +15,17 @@ from parallel_rl.functional.kl import KLType
 
 @dataclass(frozen=True, kw_only=True)
 class ExperienceConfig(RewardShaping):
-    """Options of `ExperienceMaker`; the shaping of rewards comes after the KL and before the advantages.
+    """Options of `ExperienceMaker`; rewards are shaped after the KL and before the advantages.
 
     Attributes:
         samples_per_prompt: n.
         dynamic_sampling: which prompts stay, by their raw rewards.
         kl_estimator: of the KL to the reference, per token.
-        advantages: the estimator; its `kl_coefficient` is where the KL controller starts.
-        weight_clip: advantages are multiplied by min(P/P', weight_clip), P' of the step's P prompts having rewards that differ.
-        mask_truncated: truncated responses are not trained on; their rewards stay in their groups' baselines.
+        advantages: the estimator; its `kl_coefficient` is the KL controller's initial value.
+        weight_clip: multiply advantages by min(P/P', weight_clip), for P' of the step's P prompts with unequal rewards.
+        mask_truncated: do not train on truncated responses; their rewards stay in the baselines.
         failed_samples: what becomes of samples without a finite reward or finite log-probs.
-        kl_target, kl_horizon: make the coefficient adaptive, see `AdaptiveKLController`; the controller moves last.
+        kl_target, kl_horizon: make the coefficient adaptive, see `AdaptiveKLController`; the controller is updated last.
     """
 
     samples_per_prompt: int = 8

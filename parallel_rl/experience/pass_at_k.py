@@ -1,4 +1,4 @@
-"""mean@k and pass@k of several completions a prompt, over all prompts and by where they come from."""
+"""mean@k and pass@k of several completions a prompt, over all prompts and by source."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from torch import Tensor
 
 
 def pass_at_k(passed: Tensor, k: int) -> Tensor:
-    """Estimates without bias the chance that at least one of k completions of a prompt passes, from n ≥ k of them.
+    """Estimate the chance that one of k completions of a prompt passes, from n ≥ k, without bias.
 
-    1 − C(n − c, k) / C(n, k) with c the number of the n that pass (arXiv 2107.03374), as the product
-    1 − Π_{i = n−c+1}^{n} (1 − k / i), which holds no large number.
+    1 − C(n − c, k) / C(n, k) for c passing completions (arXiv 2107.03374), as the product 1 − Π_{i = n−c+1}^{n} (1 − k / i),
+    without large numbers.
 
     >>> pass_at_k(torch.tensor([[True, False, False, False], [False, False, False, False]]), 2).tolist()
     [0.5, 0.0]
 
     Args:
         passed: [N, n], whether each completion of N prompts passes.
-        k: how many are drawn.
+        k: number of samples.
 
     Returns:
         [N] float64.
@@ -32,22 +32,22 @@ def pass_at_k(passed: Tensor, k: int) -> Tensor:
         raise ValueError(f"k = {k} must lie in [1, {n}], the completions of a prompt")
     i = torch.arange(1, n + 1, dtype=torch.float64)
     among = i > n - passed.sum(1, keepdim=True)
-    return 1 - torch.where(among, 1 - k / i, 1.0).prod(1)  # where fewer than k do not pass, one factor is 0
+    return 1 - torch.where(among, 1 - k / i, 1.0).prod(1)  # with fewer than k failures, one factor is 0
 
 
 def evaluation_metrics(rewards: Tensor, sources: Sequence[str | None], passing: float) -> dict[str, float]:
-    """mean@n, the mean reward, and pass@k for k = 2, 4, ... up to n, of n completions each of N prompts.
+    """Return mean@n, the mean reward, and pass@k for k = 2, 4, ... up to n of N prompts.
 
-    Where there are several sources, each has its own beside those of all, as `held_out_mean@4/gsm8k`. One completion each
-    of one source has none: the mean reward says it all.
+    With several sources, also for each, as `held_out_mean@4/gsm8k`. One completion each of one source has none beyond the
+    mean reward.
 
     >>> evaluation_metrics(torch.tensor([[1.0, 0.0], [0.0, 0.0]]), ["a", "b"], 1.0)["held_out_pass@2/a"]
     1.0
 
     Args:
         rewards: [N, n] float64.
-        sources: of each prompt; None: it has none.
-        passing: a completion passes with at least this reward.
+        sources: of each prompt, or None.
+        passing: least reward of a passing completion.
     """
     n, metrics = rewards.shape[1], dict[str, float]()
     names = sorted({source for source in sources if source is not None})
@@ -64,7 +64,7 @@ def evaluation_metrics(rewards: Tensor, sources: Sequence[str | None], passing: 
 
 
 def ks(n: int) -> list[int]:
-    """2, 4, 8, ... below n, and n; none for n = 1, whose pass@1 is the mean of what passes.
+    """List 2, 4, 8, ... below n, and n; empty for n = 1.
 
     >>> ks(6)
     [2, 4, 6]

@@ -1,7 +1,7 @@
-"""Experience from samples: the fields that models give, shaped rewards, the KL in the reward, advantages.
+"""Experience from samples: models' fields, shaped rewards, the KL in the reward, advantages.
 
-The trainer's RL step and `ExperienceMaker` are made of these functions, in this order; before them come `draw_groups` and a
-score. Nothing here knows who samples, who scores, or what is trained.
+The trainer's RL step and `ExperienceMaker` call these functions in this order, after `draw_groups` and a score. They are
+independent of the sampler, the scorer and the trained model.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ _WHOLE = "untruncated_logprobs"
 
 @dataclass(frozen=True, kw_only=True)
 class Models:
-    """Models that are asked about whole, padded samples, without gradient.
+    """Models evaluated on whole, padded samples, without gradient.
 
     Attributes:
-        policy_logprobs: samples -> [N, S]; None: the sampler's `generation_logprobs`, if there are any.
-        untruncated_logprobs: samples -> [N, S] of the policy without the sampler's truncation, to compare with models that have
-            none; None: `policy_logprobs` are not truncated.
+        policy_logprobs: samples -> [N, S]; None: the sampler's `generation_logprobs`, if any.
+        untruncated_logprobs: samples -> [N, S] of the policy without the sampler's truncation, for comparison with
+            untruncated models; None: `policy_logprobs` are not truncated.
         reference_logprobs: samples -> [N, S] of the frozen reference.
         values: samples -> [N, S] of the critic; column t is the value before token t.
-        others: what else an estimator reads, by name, such as greedy_rewards [N], teacher_token_logprobs [N, S].
+        others: an estimator's other inputs by name, such as greedy_rewards [N], teacher_token_logprobs [N, S].
     """
 
     policy_logprobs: PerSample | None = None
@@ -47,7 +47,7 @@ class Models:
 
 
 def ask_models(samples: Experience, models: Models, kl_estimator: KLType | None) -> dict[str, Tensor]:
-    """The fields that the models give, and `kl` [N, S], the estimated KL to the reference (`kl_estimator` None: not).
+    """Return the models' fields, and with `kl_estimator` `kl` [N, S], the estimated KL to the reference.
 
     >>> from parallel_rl.experience import padded_samples
     >>> made = Experience.of(padded_samples([[1]], [[2, 3]], logprobs=[[-1.0, -2.0]]))
@@ -90,7 +90,7 @@ def shape_rewards(
     keep: Tensor | None = None,
     group: ProcessGroup | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """[N] shaped rewards in the dtype of the raw ones [N], and [N] bool: those that the clip changed.
+    """Return [N] shaped rewards in the dtype of raw ones [N], and [N] bool: those that the clip changed.
 
     >>> from parallel_rl.experience import padded_samples
     >>> samples = padded_samples([[1], [1]], [[2], [3]])
@@ -100,7 +100,7 @@ def shape_rewards(
     Args:
         running: moments of all rewards of the run so far, updated here; needed for `running_norm`.
         keep: [N] bool: samples that count in them; None: all.
-        group: the data ranks, each of which calls it.
+        group: the data ranks, which all call this.
     """
     shaped = rewards if shaping.reward_scale is None else shaping.reward_scale(rewards)
     if shaping.overlong is not None:
@@ -119,7 +119,7 @@ def compute_advantages(
     groups: ParallelGroups | None = None,
     controller: FixedKLController | None = None,
 ) -> Advantages:
-    """`estimate` with the KL in the reward, whose coefficient is the controller's where there is one.
+    """Estimate advantages with the KL in the reward, at the controller's coefficient if there is one.
 
     >>> from parallel_rl.advantages import estimator_config
     >>> fields = {"rewards": torch.tensor([1.0]), "kl": torch.tensor([[0.0, 2.0]]), "token_mask": torch.ones(1, 2)}
@@ -141,7 +141,7 @@ def compute_advantages(
 
 
 def is_truncated(samples: Samples) -> Tensor:
-    """[N] bool: cut off responses; none if `truncated` is missing."""
+    """Return [N] bool: cut off responses; all False without `truncated`."""
     if samples.truncated is None:
         return torch.zeros_like(samples.lengths, dtype=torch.bool)
     return samples.truncated.bool()

@@ -1,4 +1,4 @@
-"""Reward functions, named in one way: a registered name, a server, or a Python callable."""
+"""Reward functions, given as a registered name, a server, or a Python callable."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from parallel_rl.experience.failures import Scored
 from parallel_rl.experience.http_reward import HTTPReward, HTTPRewardConfig
 from parallel_rl.groups import group_rank
 
-# (prompt, completion, answer) -> reward. The completion ends before its end token. A fourth argument `extra` gets the record's
-# other columns.
+# (prompt, completion, answer) -> reward, for a completion without its end token. An argument `extra` gets the record's other
+# columns.
 Checker = Callable[..., float]
 Extra = Mapping[str, object]
 
@@ -56,7 +56,7 @@ class RewardFunction(Protocol):
 
 
 def register_reward(name: str) -> Callable[[Checker], Checker]:
-    """Decorator: makes a checker known by a name.
+    """Register a checker under a name; a decorator.
 
     >>> @register_reward("doc_length")
     ... def length(prompt: str, completion: str, answer: str) -> float:
@@ -82,11 +82,7 @@ def register_reward(name: str) -> Callable[[Checker], Checker]:
 
 
 def checker(name: str) -> Checker:
-    """The checker that is registered as `name`; nothing is imported for it.
-
-    Raises:
-        ValueError: an unknown name (with the nearest), or one that reads like an address or like "module:function".
-    """
+    """Return the registered checker, importing nothing; ValueError for an unknown name, with the nearest."""
     if name == "math":
         check_math()
     if name in _CHECKERS:
@@ -94,18 +90,18 @@ def checker(name: str) -> Checker:
     if "://" in name:
         raise ValueError(f"reward = {shown(name)} is not valid; a server's URL starts with http:// or https://")
     if is_left("reward", name):
-        return exact_match  # nobody calls it: `check` looks at the rest
+        return exact_match  # never called: `check` looks at the rest
     raise ValueError(not_registered("reward", name, _CHECKERS, "register_reward"))
 
 
 def named_reward(reward: object, where: str = "reward") -> str | HTTPRewardConfig:
-    """A reward as a config has it: a registered name, or a server by its URL or its options.
+    """Parse a config's reward: a registered name, or a server by its URL or its options.
 
     >>> named_reward("exact_match"), named_reward("http://judge:8000/score").url
     ('exact_match', 'http://judge:8000/score')
 
     Raises:
-        ValueError: neither, or options that are not valid; whether the name is registered is `checker`'s to say.
+        ValueError: neither, or invalid options; `checker` checks whether the name is registered.
     """
     if isinstance(reward, str):
         return HTTPRewardConfig(reward) if reward.startswith(("http://", "https://")) else reward
@@ -115,22 +111,22 @@ def named_reward(reward: object, where: str = "reward") -> str | HTTPRewardConfi
 
 
 def reward_function(reward: str | Checker | HTTPRewardConfig | Mapping) -> RewardFunction:
-    """One call for a batch of samples, whatever scores them.
+    """Build a batch reward function from its config.
 
     >>> reward_function("exact_match")(["1+1="], ["2"], ["2"])
     tensor([1.], dtype=torch.float64)
 
     Args:
-        reward: a registered name, a URL ("http://..."), the options of a server (`HTTPRewardConfig`), or a function
-            (prompt, completion, answer) -> float; one that has a fourth argument `extra` gets a mapping in it.
+        reward: a registered name, a URL ("http://..."), the options of a server (`HTTPRewardConfig`), or a function (prompt,
+            completion, answer) -> float, optionally with a fourth argument `extra`, a mapping.
 
     Returns:
-        (prompts, completions, answers), N strings each, and `extras`, N mappings -> [N] float64, on the host. A Python function
-        that raises, or gives no number or one that is infinite in float32, ends in a ValueError that names the sample; what a
-        server may give is in `HTTPReward`.
+        [N] float64 on the host, from (prompts, completions, answers), N strings each, and `extras`, N mappings. If a Python
+        function raises, or returns no number that is finite in float32, a ValueError names the sample; for servers see
+        `HTTPReward`.
 
     Raises:
-        ValueError: a name that is not registered, a function of other arguments, or options that are not valid.
+        ValueError: an unregistered name, a function with other arguments, or invalid options.
     """
     if callable(reward):
         name = getattr(reward, "__name__", repr(reward))
@@ -146,10 +142,10 @@ def score_once(
     sharing: Sequence[ProcessGroup | None] = (),
     data: ProcessGroup | None = None,
 ) -> Tensor:
-    """Score samples that several ranks hold once: the first of them asks and broadcasts.
+    """Score samples that several ranks hold only on the first of them, and broadcast.
 
     Args:
-        score: gives [N]; called on the rank that is the first of every group in `sharing`.
+        score: returns [N]; called on the rank that is first in every group of `sharing`.
         count: N.
         sharing: the groups whose ranks hold the same samples (tensor, context, pipeline).
         data: the ranks that hold others.
@@ -158,7 +154,7 @@ def score_once(
         [N] float64 on the host, the same on the ranks that share.
 
     Raises:
-        ValueError: whatever `score` raised on any rank, on all of them, so that none waits for another.
+        ValueError: `score` raised on some rank; on all of them, so none waits.
     """
     first = all(group_rank(group) == 0 for group in sharing)
 
@@ -198,7 +194,7 @@ class _Checked:
             values.append(math.nan)
             try:
                 value: object = self.function(*sample, extra=extra) if self._reads_extra else self.function(*sample)
-            except Unavailable:  # a server that it asks, and that may answer later
+            except Unavailable:  # a server that may answer later
                 raise
             except Exception as error:
                 what = f"reward {self.name!r} of sample {index} failed{_place(error)}: {describe(error)}"
@@ -240,14 +236,14 @@ def _check_signature(name: str, function: Checker) -> None:
 
 
 def _place(error: Exception) -> str:
-    """The line of the reward that it left by; nothing for a built-in function."""
+    """Return the line in the reward where it failed; empty for a built-in function."""
     frames = traceback.extract_tb(error.__traceback__)[1:2]
     return "".join(f" at {frame.filename}:{frame.lineno}" for frame in frames)
 
 
 def _number(value: object) -> float:
-    """The number, NaN for anything else; tensors and numpy numbers of one element are numbers."""
-    if getattr(value, "ndim", None) == 0:  # one of torch or numpy, whose truth values are no numbers by themselves
+    """Convert to a number, NaN for anything else; one-element tensors and numpy numbers are numbers."""
+    if getattr(value, "ndim", None) == 0:  # torch's or numpy's, whose truth values are no numbers
         value = value.item()  # type: ignore[attr-defined]
     try:
         return float(value) if isinstance(value, numbers.Real) else math.nan

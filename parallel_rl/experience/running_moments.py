@@ -16,18 +16,18 @@ if TYPE_CHECKING:
 
 
 class RunningMoments:
-    """Moments of all rewards seen so far, of every data rank: updated once a step with the whole step, alike on all ranks."""
+    """Moments of all rewards so far, of every data rank; updated once a step, alike on all ranks."""
 
     def __init__(self) -> None:
         self.count, self.mean, self._square = 0.0, 0.0, 0.0
 
     @property
     def std(self) -> float:
-        """The unbiased standard deviation; 0 while there are fewer than two rewards."""
+        """Return the unbiased standard deviation; 0 for fewer than two rewards."""
         return math.sqrt(self._square / (self.count - 1)) if self.count > 1 else 0.0
 
     def update(self, rewards: Tensor, mask: Tensor | None = None, group: ProcessGroup | None = None) -> None:
-        """Takes in the rewards [n] of this step (where `mask` [n]), of all ranks of `group`, each of which calls it."""
+        """Update with this step's rewards [n] (where `mask` [n]); collective over `group`."""
         keep = torch.ones_like(rewards, dtype=torch.bool) if mask is None else mask.bool()
         new = moments(rewards, keep, group)
         count, mean, square = torch.stack([new.number, new.mean, new.square]).tolist()
@@ -39,20 +39,15 @@ class RunningMoments:
             self.count = total
 
     def normalize(self, rewards: Tensor, *, minus_mean: bool = False) -> Tensor:
-        """rewards / std, or (rewards − mean) / std; while the deviation is 0 nothing is divided."""
+        """Return rewards / std, or (rewards − mean) / std; undivided while the deviation is 0."""
         centred = rewards - self.mean if minus_mean else rewards
         return centred / self.std if self.std > 0 else centred
 
     def state_dict(self) -> dict[str, float]:
-        """The state for a checkpoint."""
         return {"count": self.count, "mean": self.mean, "square": self._square}
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
-        """Goes on from a checkpoint.
-
-        Raises:
-            ValueError: `state` is not one of running moments.
-        """
+        """Continue from a checkpoint; ValueError for the state of something else."""
         if set(state) != {"count", "mean", "square"}:
             raise ValueError(f"the state has {sorted(state)}; running moments need count, mean and square")
         self.count, self.mean, self._square = (float(state[name]) for name in ("count", "mean", "square"))

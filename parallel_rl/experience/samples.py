@@ -21,7 +21,7 @@ _EITHER = {"per": "token or sample"}  # by the number of dimensions
 
 @dataclass(frozen=True, eq=False)
 class Samples:
-    """N sequences of prompt and response, token-aligned: right-padded [N, S], or packed one after the other [1, T].
+    """N sequences of prompt and response, token-aligned: right-padded [N, S], or packed [1, T].
 
     Attributes:
         input_ids: [N, S] or [1, T].
@@ -29,8 +29,8 @@ class Samples:
         lengths: [N] tokens of prompt and response; T is their sum.
         packed: which of the two layouts.
         generation_logprobs: as `input_ids`: the sampler's log-prob of each sampled token.
-        truncated: [N] bool: the response was cut off, it has no end token.
-        group_ids: [N] the prompt of each sample, the same for no other prompt of the step on any rank.
+        truncated: [N] bool: the response was cut off, without end token.
+        group_ids: [N] the prompt of each sample, unique in the step over all ranks.
         sample_ids: [N] names of the samples over the whole run.
         prompts, completions, answers: N texts each, for rewards.
         others: more fields by name, each [N] or as `input_ids`.
@@ -75,36 +75,32 @@ class Samples:
 
     @property
     def cu_seqlens(self) -> Tensor:
-        """[N + 1] int32: the start of each sequence when packed, and the end of the last."""
+        """Return [N + 1] int32 bounds of the packed sequences."""
         return torch.nn.functional.pad(self.lengths.cumsum(0).to(torch.int32), (1, 0))
 
     @property
     def attention_mask(self) -> Tensor:
-        """[N, S] or [1, T] bool: everything but padding."""
+        """Return [N, S] or [1, T] bool: everything but padding."""
         if self.packed:
             return torch.ones_like(self.input_ids, dtype=torch.bool)
         return torch.arange(self.input_ids.shape[1], device=self.input_ids.device) < self.lengths[:, None]
 
     @property
     def response_lengths(self) -> Tensor:
-        """[N] sampled tokens of each padded sequence."""
+        """Return [N] sampled tokens of each padded sequence."""
         return self.token_mask.bool().sum(1)
 
     def responses(self) -> list[list[int]]:
-        """The sampled token ids of each padded sequence."""
+        """Return the sampled token ids of each padded sequence."""
         return [ids[mask].tolist() for ids, mask in zip(self.input_ids, self.token_mask.bool(), strict=True)]
 
     def tensors(self) -> dict[str, Tensor]:
-        """Every tensor that is there, by name."""
+        """Return every tensor by name."""
         own = {spec.name: getattr(self, spec.name) for spec in dataclasses.fields(self)}
         return {**{name: value for name, value in own.items() if isinstance(value, Tensor)}, **self.others}
 
     def data(self) -> dict[str, Tensor]:
-        """The mapping that losses take as `data`: whole padded tensors by name.
-
-        Raises:
-            ValueError: the sequences are packed.
-        """
+        """Return the losses' `data`: whole padded tensors by name; ValueError for packed sequences."""
         if self.packed:
             raise ValueError("losses read padded data, also when the logits are packed; call pad() first")
         return {"sample_mask": torch.ones_like(self.lengths), **self.tensors()}
@@ -116,17 +112,17 @@ class Samples:
         return dataclasses.replace(self, **fields, others=others)  # type: ignore[arg-type]
 
     def to_device(self: SamplesT, device: torch.device | str, *, non_blocking: bool = False) -> SamplesT:
-        """Every tensor on `device`."""
+        """Move every tensor to `device`."""
         return self._rebuild(lambda per, x: x.to(device, non_blocking=non_blocking))
 
     def pin_memory(self: SamplesT) -> SamplesT:
-        """Host tensors in pinned memory, for copies that do not block; unchanged without an accelerator."""
+        """Pin host tensors for copies that do not block; unchanged without an accelerator."""
         if not torch.accelerator.is_available():
             return self
         return self._rebuild(lambda per, x: x.pin_memory() if x.device.type == "cpu" else x)
 
     def select(self: SamplesT, rows: Sequence[int] | Tensor) -> SamplesT:
-        """The sequences at these indices, in this order."""
+        """Return the sequences at these indices, in this order."""
         picked = torch.as_tensor(rows, device=self.lengths.device, dtype=torch.int64)
 
         def take(per: str, x: Tensor) -> Tensor:
@@ -138,7 +134,7 @@ class Samples:
         return self._rebuild(take, picked.tolist())
 
     def split(self: SamplesT, size: int | Sequence[int]) -> list[SamplesT]:
-        """Parts in order: `size` sequences each, the last one perhaps fewer; or as many in each as a list gives.
+        """Split in order into parts of `size` sequences, the last maybe fewer, or by a list of sizes.
 
         Raises:
             ValueError: `size` below 1, or a list that does not add up to the number of sequences.
@@ -153,10 +149,10 @@ class Samples:
 
     @classmethod
     def concat(cls: type[SamplesT], parts: Sequence[SamplesT], *, fill: bool = False) -> SamplesT:
-        """All sequences of the parts, in order; padded ones to the widest.
+        """Join all sequences of the parts, in order, padded ones to the widest.
 
         Args:
-            fill: a tensor that a part lacks is 0 there.
+            fill: use 0 where a part lacks a tensor.
 
         Raises:
             ValueError: no part, padded and packed parts, or, unless `fill`, a field that some parts lack.
@@ -201,7 +197,7 @@ class Samples:
         return self._rebuild(spread, packed=False)
 
     def _items(self) -> list[tuple[str, str, Tensor | tuple[str, ...]]]:
-        """(name, "token" or "sample", value) of each field that is there, mappings opened."""
+        """List (name, "token" or "sample", value) of each field that is set, with mappings expanded."""
         items = []
         for spec in dataclasses.fields(self):
             value, per = getattr(self, spec.name), spec.metadata.get("per")
@@ -213,7 +209,7 @@ class Samples:
     def _rebuild(
         self: SamplesT, change: Callable[[str, Tensor], Tensor], rows: list[int] | None = None, **others: bool
     ) -> SamplesT:
-        """Every tensor changed, and the texts of `rows`."""
+        """Apply `change` to every tensor, and select the texts of `rows`."""
         fields: dict[str, object] = {}
         for spec in dataclasses.fields(self):
             value, per = getattr(self, spec.name), spec.metadata.get("per", "")
@@ -229,10 +225,11 @@ class Samples:
 
 @dataclass(frozen=True, eq=False)
 class Experience(Samples):
-    """Samples with what a loss reads of them.
+    """Samples with the fields of a loss.
 
     Attributes:
-        prev_logprobs, reference_policy_logprobs: as `input_ids`: of the policy at the start of the step, of the frozen one.
+        prev_logprobs, reference_policy_logprobs: as `input_ids`: of the policy at the start of the step, and of the frozen
+            one.
         values: as `input_ids`: `values[:, t]` is the critic's value before token t.
         kl: as `input_ids`: the estimate of the KL to the reference.
         advantages, returns: as `input_ids`.
@@ -253,7 +250,7 @@ class Experience(Samples):
 
     @classmethod
     def of(cls, samples: Samples) -> Experience:
-        """The samples, all of them to train on, with nothing made of them yet."""
+        """Make experience of samples, all to train on, with no other field set."""
         fields = {spec.name: getattr(samples, spec.name) for spec in dataclasses.fields(Samples)}
         return cls(**fields, sample_mask=torch.ones_like(samples.lengths, dtype=torch.bool))
 
@@ -267,7 +264,7 @@ def padded_samples(
     pad: int = 0,
     dtype: torch.dtype = torch.float32,
 ) -> Samples:
-    """`Samples` from token lists: prompt, response, then `pad` up to the widest.
+    """Make `Samples` from token lists: prompt, response, then `pad` up to the widest.
 
     >>> samples = padded_samples([[5, 6], [7]], [[8], [9, 10, 11]])
     >>> samples.input_ids.tolist(), samples.token_mask.sum(1).tolist()
@@ -276,7 +273,7 @@ def padded_samples(
     Args:
         prompts, responses: N token lists each.
         logprobs: the sampler's log-prob of each response token.
-        masks: of each response, 0 for tokens that the policy did not say; None: all are its own.
+        masks: of each response, 0 for tokens that the policy did not sample; None: it sampled all.
         pad: the token id of the padding.
         dtype: of the log-probs.
 
@@ -301,14 +298,12 @@ def padded_samples(
 
 
 def _unit(per: str, value: object) -> str:
-    """ "token" or "sample"."""
     if per != _EITHER["per"]:
         return per
     return "token" if isinstance(value, Tensor) and value.dim() > 1 else "sample"
 
 
 def _join(parts: Sequence[Samples], values: Sequence[Tensor | None], per: str) -> Tensor:
-    """One field of all parts, 0 in those that lack it."""
     like = next(value for value in values if value is not None)
     token = _unit(per, like) == "token"
     shapes = [(*part.input_ids.shape, *like.shape[2:]) if token else (len(part), *like.shape[1:]) for part in parts]

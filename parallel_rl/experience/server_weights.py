@@ -1,4 +1,4 @@
-"""Weights of inference servers: vLLM and SGLang load a Hugging Face folder in place, and tell which version they have."""
+"""Weights of inference servers: vLLM and SGLang load a Hugging Face folder in place and report a version."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from parallel_rl.experience.workers import Workers, gather
 
 ResultT = TypeVar("ResultT")
 EngineName = Literal["vllm", "sglang"]
-Order = tuple[str, object]  # a path, and what is posted to it
+Order = tuple[str, object]  # a path, and the body to post
 
 SHAPE = (
     "model_type",
@@ -29,17 +29,17 @@ SHAPE = (
     "num_key_value_heads",
     "tie_word_embeddings",
 )
-_PROBE_TIMEOUT = 10.0  # seconds for an attempt: what is wrong shall show before GPUs have waited for long
+_PROBE_TIMEOUT = 10.0  # seconds per attempt: faults must show before GPUs have waited long
 
 
 @dataclass(frozen=True)
 class Protocol:
-    """How an engine is given weights.
+    """How an engine receives weights.
 
     Attributes:
-        pause, resume: no request is run in between.
-        load: what is ordered in between, for a folder and a version.
-        version: asked by GET for `weight_version`.
+        pause, resume: no request runs in between.
+        load: orders in between, for a folder and a version.
+        version: path to GET for `weight_version`.
         hint: what a server without these paths lacks.
     """
 
@@ -84,37 +84,36 @@ PROTOCOLS: Mapping[EngineName, Protocol] = {
 
 
 class ServerWeights:
-    """Gives the servers of a config their weights; every order to all of them at once, each on a thread."""
+    """Updates the weights of a config's servers; every order goes to all at once, each on a thread."""
 
     def __init__(self, config: CompletionServerConfig, engine: EngineName) -> None:
         self.config, self.engine, self._protocol = config, engine, PROTOCOLS[engine]
         self._poster = config.poster()
-        # an engine may end where it cannot load: what would be asked next says less than the first answer
+        # an engine may end if it cannot load: a retry's answer would say less than the first
         self._once = replace(self._poster, config=replace(config, retries=0, wait=0))
         brief = replace(config, timeout=min(config.timeout, _PROBE_TIMEOUT))
         self._probe = replace(self._poster, config=brief)
 
     def update(self, folder: Path, version: int, urls: Sequence[str] | None = None) -> list[Future[None]]:
-        """Orders every server, or only some, to pause, load `folder`, forget what it has cached and go on.
+        """Order all servers, or some, to pause, load `folder`, clear their caches and resume.
 
-        It must then tell `version`. A future fails with CompletionServerError where a server refused, did not answer or tells
-        another version.
+        A future fails with CompletionServerError if a server refuses, does not answer, or does not report `version`.
         """
         return self._all(lambda url: self._update(url, str(folder.absolute()), str(version)), urls)
 
     def versions(self) -> list[Future[str]]:
-        """The version that each server tells; a future fails with CompletionServerError where it tells none."""
+        """Return each server's version; a future fails with CompletionServerError if there is none."""
         return self._all(lambda url: self._version(url, self._poster))
 
     def check(self, shape: Mapping[str, object], *, as_drawn: bool = True) -> None:
-        """Ask every server, before anything is trained, whether it can be kept in step; waits for the answers.
+        """Check, before training, that every server can follow the policy; waits for the answers.
 
         Args:
-            shape: what the policy's config.json says, such as "vocab_size"; compared where the server's folder can be read.
-            as_drawn: log-probs must be those of the tempered or truncated distribution, which vLLM tells.
+            shape: the policy's config.json, e.g. "vocab_size"; compared if the server's folder can be read.
+            as_drawn: log-probs must be of the tempered or truncated distribution, which vLLM reports.
 
         Raises:
-            CompletionServerError: it does not answer, lacks an endpoint, serves other models, or gives other log-probs.
+            CompletionServerError: no answer, a missing endpoint, another model, or other log-probs.
         """
         gather(self._all(lambda url: self._check(url, shape, as_drawn)), threading.Event())
 
@@ -123,7 +122,7 @@ class ServerWeights:
         return [workers.submit(lambda url=url: call(url)) for url in urls or self.config.urls]  # type: ignore[misc]
 
     def _update(self, url: str, folder: str, version: str) -> None:
-        for last in (False, True):  # a server that ends on the way is waited for, and its update starts over once
+        for last in (False, True):  # wait for a server that ends on the way, and restart its update once
             self._post(self._poster, url, self._protocol.pause)
             try:
                 for order in self._protocol.load(folder, version):
@@ -157,7 +156,7 @@ class ServerWeights:
             raise self._poster.failure(url, f"it serves another model, {folder}, with {theirs}; the policy has {own}")
 
     def _folder(self, url: str) -> str | None:
-        """The folder that a server was started from, as it names it."""
+        """Return the folder that a server was started from, by its own report."""
         if self.config.api == "openai":
             models = _inside(self._get(url, "/v1/models", self._probe), "data")
             served = {_text(_inside(one, "id")): one for one in models} if isinstance(models, list) else {}
@@ -195,7 +194,7 @@ class ServerWeights:
 
 
 def _accepted(answer: bytes) -> None:
-    """Refuse an answer that says "success": false; texts and empty ones are well."""
+    """Refuse an answer with "success": false; accept texts and empty answers."""
     try:
         reply = read_json(answer)
     except ValueError:
@@ -205,7 +204,6 @@ def _accepted(answer: bytes) -> None:
 
 
 def _config_of(folder: str | None) -> Mapping[str, object]:
-    """config.json of a server's folder, where this machine can read it."""
     try:
         found = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8")) if folder else {}
     except (OSError, ValueError, RecursionError):

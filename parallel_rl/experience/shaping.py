@@ -15,7 +15,7 @@ from parallel_rl.config.strict import Variants
 
 @dataclass(frozen=True)
 class RewardScale:
-    """Rewards are cut to [source_min, source_max], which is then mapped to [target_min, target_max]."""
+    """Clamp rewards to [source_min, source_max], mapped to [target_min, target_max]."""
 
     source_min: float = 0.0
     source_max: float = 1.0
@@ -29,16 +29,15 @@ class RewardScale:
                 raise ValueError(f"{side}_min = {low} must be below {side}_max = {high}")
 
     def __call__(self, rewards: Tensor) -> Tensor:
-        """[N] to [N]."""
         part = (rewards.clamp(self.source_min, self.source_max) - self.source_min) / (self.source_max - self.source_min)
         return self.target_min + part * (self.target_max - self.target_min)
 
 
 class Overlong(Variants):
-    """Base of the rules for rewards of responses that are too long: (rewards [N], lengths [N], truncated [N]) -> [N]."""
+    """Base of rules for too long responses: (rewards [N], lengths [N], truncated [N]) -> [N]."""
 
     def __call__(self, rewards: Tensor, lengths: Tensor, truncated: Tensor) -> Tensor:
-        """[N] rewards from the rewards, the lengths of the responses in tokens, and which of them were cut off."""
+        """Return [N] rewards, given the response lengths in tokens and which were cut off."""
         raise NotImplementedError
 
 
@@ -48,9 +47,9 @@ class SoftOverlong(Overlong, name="dapo"):
 
     Attributes:
         max_length: tokens of a response at most.
-        buffer: over how many tokens before that the penalty grows.
+        buffer: tokens before that over which the penalty grows.
         factor: the largest penalty.
-        bounded: False: beyond `max_length` it goes on growing (LightRFT, verl, NeMo-RL).
+        bounded: False: the penalty keeps growing beyond `max_length` (LightRFT, verl, NeMo-RL).
     """
 
     max_length: int
@@ -71,7 +70,7 @@ class SoftOverlong(Overlong, name="dapo"):
 
 @dataclass(frozen=True)
 class StopProperly(Overlong, name="stop_properly"):
-    """The reward of a truncated response is multiplied by a coefficient in [0, 1], or replaced by one below 0 (ProRL)."""
+    """Multiply a truncated response's reward by a coefficient in [0, 1], or set a negative one (ProRL)."""
 
     coefficient: float = 0.0
 
@@ -86,13 +85,13 @@ class StopProperly(Overlong, name="stop_properly"):
 
 @dataclass(frozen=True, kw_only=True)
 class RewardShaping:
-    """Options of reward shaping, applied from the top to the bottom; see `shape_rewards`.
+    """Options of reward shaping, applied from top to bottom; see `shape_rewards`.
 
     Attributes:
-        reward_scale: clipped and mapped raw rewards.
-        overlong: what becomes of the rewards of long or truncated responses.
-        running_norm: rewards are divided by the standard deviation of all rewards of the run so far, this step's included.
-        running_minus_mean: their mean is taken off before.
+        reward_scale: clip and map raw rewards.
+        overlong: rule for rewards of long or truncated responses.
+        running_norm: divide by the standard deviation of all rewards of the run so far, including this step's.
+        running_minus_mean: subtract their mean first.
         reward_clip: bounds of the rewards.
     """
 
@@ -112,7 +111,7 @@ class RewardShaping:
 
 
 def clip_filter_like_weight(rewards: Tensor, clip: float = 3.0, lamda: float = 1.0) -> Tensor:
-    """Weights that make up for prompts whose samples are all alike: min(P/P', clip) for the P' others, `lamda` for those.
+    """Return weights min(P/P', clip) of the P' prompts with unequal rewards, and `lamda` for the others.
 
     >>> clip_filter_like_weight(torch.tensor([[1.0, 0.0], [1.0, 1.0]]))
     tensor([[2., 2.],
@@ -121,7 +120,7 @@ def clip_filter_like_weight(rewards: Tensor, clip: float = 3.0, lamda: float = 1
     Args:
         rewards: [P, n], one prompt a row.
         clip: the largest weight.
-        lamda: the weight of rows with equal rewards; if all are, every weight is 1.
+        lamda: the weight of rows with equal rewards; if all are equal, every weight is 1.
 
     Returns:
         [P, n].
@@ -147,19 +146,19 @@ def compute_reward(
     num_actions: Sequence[int] | None = None,
     clip_range: tuple[float, float] | None = None,
 ) -> Tensor | list[Tensor]:
-    """Token rewards: −c·kl_t, plus the sample's reward at its last token.
+    """Compute token rewards: −c·kl_t, plus the sample's reward at its last token.
 
     >>> compute_reward(torch.tensor([1.0]), 0.5, torch.tensor([[0.0, 2.0, 4.0]]), torch.tensor([[0, 1, 1]]))
     tensor([[ 0., -1., -1.]])
 
     Args:
-        rewards: [N], cut to `clip_range` first.
-        kl_coefficient: c; below 0 it counts as 0.
+        rewards: [N], clipped to `clip_range` first.
+        kl_coefficient: c; negative counts as 0.
         kl: [N, S] with `action_mask` [N, S] (a row without a valid token has its reward in the last column), or for packed
             sequences N tensors [n_i] with `num_actions` n_i.
 
     Returns:
-        [N, S], 0 outside the mask but for those last columns; or N tensors [n_i].
+        [N, S], 0 outside the mask except in those last columns; or N tensors [n_i].
 
     Raises:
         ValueError: padded `kl` without a mask, packed `kl` without `num_actions`, or numbers that do not fit.

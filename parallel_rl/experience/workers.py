@@ -1,4 +1,4 @@
-"""Calls on threads: a bounded number at a time, and the first failure of many."""
+"""Calls on threads, bounded in number, with the first failure of many."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ ResultT = TypeVar("ResultT")
 
 
 class Workers:
-    """Calls on at most `limit` threads at a time, in the order in which they came.
+    """Runs calls on at most `limit` threads at a time, in order of arrival.
 
-    The threads are made as calls come and end with the last of them; no exit of the program waits for them.
+    Threads start with calls and end with the last; the program's exit does not wait for them.
     """
 
     def __init__(self, limit: int) -> None:
@@ -24,7 +24,7 @@ class Workers:
         self._running = 0
 
     def submit(self, call: Callable[[], ResultT]) -> Future[ResultT]:
-        """The call's result, when a thread is free for it."""
+        """Schedule a call and return its future."""
         future: Future[ResultT] = Future()
         with self._lock:
             self._queue.append((future, call))
@@ -33,7 +33,7 @@ class Workers:
         if start:
             try:
                 threading.Thread(target=self._work, daemon=True).start()
-            except RuntimeError:  # the system has no more threads: those that run will do
+            except RuntimeError:  # no more threads: the running ones suffice
                 with self._lock:
                     self._running -= 1
                     if not self._running:
@@ -59,12 +59,12 @@ class Workers:
 
 
 def gather(futures: Sequence[Future[ResultT]], stop: threading.Event) -> list[ResultT]:
-    """All results, in order; the first failure sets `stop`, cancels what has not begun, and is raised."""
+    """Return all results in order; on the first failure set `stop`, cancel pending calls and re-raise."""
     done, _ = wait(futures, return_when=FIRST_EXCEPTION)
     failed = next((future for future in futures if future in done and future.exception() is not None), None)
     if failed is None:
         return [future.result() for future in futures]
-    stop.set()  # the others end at their next attempt: their samples are of no use any more
+    stop.set()  # the others end at their next attempt: their samples are useless now
     for future in futures:
         future.cancel()
     raise failed.exception()  # type: ignore[misc]  # it has one

@@ -1,4 +1,4 @@
-"""Losses inside frameworks that run the loop themselves; each module states and undoes its host's hidden factor.
+"""Losses inside frameworks that run the loop; each module states and undoes its host's hidden factor.
 
-No module here imports its host: what it needs of it, it takes from the objects that the host hands over.
+No module imports its host: it reads the objects that the host hands over.
 """

@@ -29,7 +29,7 @@ def check_fits(host: str, loss_fn: object, fields: Collection[str], *, entropy: 
     ValueError: DPOLossFn reads reference_policy_logprobs, which verl does not hand over; it has advantages, prev_logprobs
 
     Raises:
-        ValueError: it does; anything but a loss, such as its class or a recipe's name.
+        ValueError: such a loss; an argument that is no loss, e.g. its class or a recipe's name.
     """
     if not isinstance(loss_fn, LossFn):
         got = f"the class {loss_fn.__name__}" if isinstance(loss_fn, type) else repr(loss_fn)
@@ -63,7 +63,7 @@ def check_learns(host: str, loss_fn: LossFn) -> None:
 
 
 class Setting(NamedTuple):
-    """Setting of a host's config: its dotted key, the host's default, and the names that our options have for it."""
+    """Setting of a host's config: its dotted key, the host's default, our options' names for it."""
 
     key: str
     default: float | str | None
@@ -71,7 +71,7 @@ class Setting(NamedTuple):
 
 
 def read_setting(config: object, key: str) -> object:
-    """The value of a dotted key in a host's config, of attributes or of mappings; None if it is not there.
+    """Return the value of a dotted key of a host's config, of attributes or mappings; None without it.
 
     >>> read_setting({"cispo": {"cispo_eps_clip_low": 0.1}}, "cispo.cispo_eps_clip_low")
     0.1
@@ -82,15 +82,12 @@ def read_setting(config: object, key: str) -> object:
 
 
 def check_settings(host: str, loss_fn: LossFn, config: object, settings: Sequence[Setting]) -> None:
-    """Refuse a number that the host's user has set and that the surrogate has otherwise; a default of the host is not set.
+    """Refuse a number of the host's config that is not the surrogate's; the host's default passes.
 
     >>> from parallel_rl import PolicyLossFn
     >>> check_settings("verl", PolicyLossFn(), {"clip_ratio_c": 4.0}, [Setting("clip_ratio_c", 3.0, ("dual_clip",))])
     Traceback (most recent call last):
     ValueError: clip_ratio_c = 4.0, but the surrogate 'ppo' has dual_clip = None; give the loss the number of verl's config
-
-    Raises:
-        ValueError: there is one.
     """
     if not isinstance(loss_fn, PolicyLoss):
         return
@@ -106,7 +103,7 @@ def check_settings(host: str, loss_fn: LossFn, config: object, settings: Sequenc
 
 
 def losses_of(recipes: Sequence[str], **left: object) -> Iterator[tuple[str, LossFn]]:
-    """The losses of recipes by the names that a host's registry gets; `left` are options of a policy loss left to the host.
+    """Yield (name in a host's registry, loss) of each recipe; `left`: policy options set for the host.
 
     >>> [name for name, _ in losses_of(["dapo"], kl=None)]
     ['parallel_rl:dapo']
@@ -124,7 +121,7 @@ def losses_of(recipes: Sequence[str], **left: object) -> Iterator[tuple[str, Los
 
 
 def divided_by(loss_fn: LossFn) -> dict[str, str | None]:
-    """By each metric's name whose count of the step divides it, see `Metrics.divided_by`, before any call.
+    """Map each metric to the count that divides it, see `Metrics.divided_by`, before any call.
 
     >>> from parallel_rl import NLLLoss
     >>> divided_by(NLLLoss({"aggregation": "seq-mean-token-mean"}))["loss"]
@@ -137,13 +134,13 @@ def divided_by(loss_fn: LossFn) -> dict[str, str | None]:
 
 
 def unit_of(loss_fn: LossFn) -> str | None:
-    """Find by a few calls which count of the step divides the loss: "tokens", "sequences", or None for neither or both.
+    """Find by trial calls what divides the loss: "tokens", "sequences", or None for neither or both.
 
     >>> from parallel_rl import DPOLossFn
     >>> unit_of(DPOLossFn())
     'sequences'
     """
-    # off policy a correction may leave nothing, on policy a KL is 0
+    # off policy a correction may drop all, on policy a KL is 0
     apart = 1.0 if float(_tried(loss_fn, 2, 4)[0]) else 0.0
     loss, *others = (float(_tried(loss_fn, *counts, apart)[0]) for counts in ((2, 4), (4, 4), (2, 8)))
     halved = [abs(other - loss / 2) <= 1e-6 * abs(loss) for other in others]
@@ -151,13 +148,13 @@ def unit_of(loss_fn: LossFn) -> str | None:
 
 
 def _tried(loss_fn: LossFn, seqs: int, toks: int, apart: float = 1.0) -> tuple[Tensor, Metrics]:
-    """The loss of two rows of two tokens each; recorded log-probs are the policy's own where `apart` is 0."""
+    """Compute the loss of two rows of two tokens; with `apart` 0 recorded log-probs are the policy's."""
     g = torch.Generator().manual_seed(0)
     data: dict[str, Tensor] = {"token_mask": torch.tensor([[0, 1, 1], [0, 1, 1]])}
     logprobs = -torch.rand(2, 3, generator=g)
     for field in loss_fn.requirements.fields:
         shape = (2,) if field.per == "sequence" else (2, 3, 1) if field.width else (2, 3)
-        floats = -torch.rand(shape, generator=g)  # a log-prob, too
+        floats = -torch.rand(shape, generator=g)  # also fit for a log-prob
         floats = torch.lerp(logprobs, floats, apart) if shape == (2, 3) else floats
         data[field.name] = floats if field.dtype == "float" else torch.zeros(shape, dtype=torch.int64)
     return loss_fn.from_logprobs(
@@ -170,7 +167,7 @@ def _tried(loss_fn: LossFn, seqs: int, toks: int, apart: float = 1.0) -> tuple[T
 
 
 def scales_with_advantages(loss_fn: LossFn) -> bool:
-    """Whether w·A, w ≥ 0 of each token, is w times the loss of that token: then a host's weight may go into the advantages.
+    """Return whether w ≥ 0 on a token's advantage scales its loss by w: so advantages can carry weights.
 
     >>> from parallel_rl import PolicyLossFn
     >>> scales_with_advantages(PolicyLossFn({"surrogate": {"name": "topr", "advantage_threshold": 0.5}}))

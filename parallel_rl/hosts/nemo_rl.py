@@ -1,7 +1,7 @@
-"""Any loss of this library as a loss of NeMo-RL (its source of August 2026); `parallel_rl.compat.nemo_rl` has its own ones.
+"""Any loss of this library in NeMo-RL (its source of August 2026); `parallel_rl.compat.nemo_rl` has NeMo-RL's own losses.
 
-NeMo-RL's hidden factors: its log-probs are whole on every context rank, and it divides the loss by their number, so that each
-must have the whole loss; what Megatron divides by, it undoes itself.
+NeMo-RL's hidden factors: every context rank has whole log-probs, and the loss is divided by the number of these ranks, so
+each must return the whole loss. NeMo-RL itself undoes Megatron's divisors.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _FIELDS = ("advantages", "prev_logprobs", "generation_logprobs", "reference_poli
 
 
 class HostLoss:
-    """A loss in NeMo-RL's call on log-probs.
+    """Loss in NeMo-RL's call on log-probs.
 
     >>> from parallel_rl import PolicyLossFn
     >>> loss_fn = HostLoss(PolicyLossFn({"aggregation": "seq-mean-token-mean"}))
@@ -34,13 +34,13 @@ class HostLoss:
     ('sequence_level', 'tokens')
 
     Attributes:
-        input_type: log-probs. loss_type: whether the loss is divided by the step's tokens or sequences.
-        metric_normalizations: what divided each metric. All three are NeMo-RL's own members where it is imported, and their
-            values elsewhere.
+        input_type: log-probs. loss_type: divided by the step's tokens or by its sequences.
+        metric_normalizations: divisor of each metric. All three are NeMo-RL's members where it is imported, else their
+            values.
 
     Raises:
-        ValueError: a loss that reads more than NeMo-RL's batch has, or is divided by neither tokens nor sequences; an installed
-            NeMo-RL before its call on log-probs (March 2026).
+        ValueError: a loss that reads more than NeMo-RL's batch has, or is divided by neither tokens nor sequences; a NeMo-RL
+            older than its call on log-probs (March 2026).
     """
 
     def __init__(self, loss_fn: LossFn) -> None:
@@ -66,14 +66,14 @@ class HostLoss:
         global_valid_seqs: Tensor | int | None,
         global_valid_toks: Tensor | int | None,
     ) -> tuple[Tensor, dict[str, float]]:
-        """The whole loss of the rows, divided by the step's counts, and its metrics; 0 where the counts are.
+        """Compute the whole loss of the rows, divided by the step's counts, and its metrics; no count: 0.
 
-        A metric that is a ratio of sums is left out: NeMo-RL adds metrics up over micro-batches.
+        Metrics that are ratios of sums are left out: NeMo-RL adds metrics up over micro-batches.
 
         Args:
-            next_token_logprobs: [B, S − 1], of input_ids[:, 1:], whole on every context rank.
-            data: token_mask and fields [B, S] and sample_mask [B]; column t describes token t.
-            global_valid_seqs, global_valid_toks: of the step; one that the loss does not read may be None.
+            next_token_logprobs: [B, S − 1], of input_ids[:, 1:], the same on every context rank.
+            data: token_mask and fields [B, S], sample_mask [B]; column t is of token t.
+            global_valid_seqs, global_valid_toks: of the step; None if the loss does not read it.
 
         Raises:
             ValueError: log-probs of another shape than [B, S − 1].
@@ -98,7 +98,7 @@ class HostLoss:
 
 
 def _member(kind: str, name: str) -> object:
-    """NeMo-RL's own member of an enumeration, or where it is not imported its value."""
+    """Return NeMo-RL's member of an enumeration, or its value if NeMo-RL is not imported."""
     host = sys.modules.get("nemo_rl.algorithms.loss.interfaces")
     if host is None:
         if "nemo_rl" in sys.modules and "nemo_rl.algorithms.loss_functions" in sys.modules:

@@ -16,13 +16,10 @@ if TYPE_CHECKING:
 
 
 def averaged(share: Tensor, ranks: int, micro_batches: int = 1) -> Tensor:
-    """A share for a host that averages gradients over ranks (DDP, FSDP) and losses over micro-batches: times both.
+    """Multiply a share by the ranks and micro-batches that a host (DDP, FSDP) averages over, each ≥ 1.
 
     >>> averaged(torch.tensor(0.25), ranks=2, micro_batches=4).item()
     2.0
-
-    Raises:
-        ValueError: a number below 1.
     """
     for name, number in (("ranks", ranks), ("micro_batches", micro_batches)):
         if number < 1:
@@ -31,7 +28,7 @@ def averaged(share: Tensor, ranks: int, micro_batches: int = 1) -> Tensor:
 
 
 def whole_over_context(share: Tensor, group: ProcessGroup | None) -> Tensor:
-    """The sum of the context ranks' shares on each of them, for a host that logs or compares it; the gradient is the share's.
+    """Sum shares over context ranks, for a host that logs the whole; the gradient stays the share's.
 
     >>> whole_over_context(torch.tensor(0.25), None).item()
     0.25
@@ -40,7 +37,7 @@ def whole_over_context(share: Tensor, group: ProcessGroup | None) -> Tensor:
 
 
 def floats(metrics: Metrics) -> dict[str, float]:
-    """This rank's numbers on the host, with one copy from the device.
+    """Copy this rank's numbers to the host, in one transfer.
 
     >>> from parallel_rl.metrics import Metric, Metrics
     >>> floats(Metrics({"loss": Metric("share", torch.tensor(0.5))}))
@@ -52,10 +49,10 @@ def floats(metrics: Metrics) -> dict[str, float]:
 
 
 def numerator_denominator(metrics: Metrics, calls: int) -> dict[str, Tensor]:
-    """name → [numerator, denominator] for a host that sums both over ranks and micro-batches, then divides (Megatron-LM).
+    """Map name → [numerator, denominator], which a host (Megatron-LM) sums over all calls, then divides.
 
-    A share or a count is summed as the law wants it: its numerator is `calls` times as large, its denominator 1. Extrema and
-    squared ratios cannot be said so, and are left out.
+    A share or count gets `calls` times its value over 1, so that the quotient is its sum. Extrema and squared ratios have no
+    such form and are left out.
 
     >>> from parallel_rl.metrics import Metric, Metrics
     >>> pair = numerator_denominator(Metrics({"loss": Metric("share", torch.tensor(0.5))}), calls=4)["loss"]
@@ -63,10 +60,7 @@ def numerator_denominator(metrics: Metrics, calls: int) -> dict[str, Tensor]:
     [2.0, 1.0]
 
     Args:
-        calls: how many of them are summed: micro-batches × data ranks × context ranks.
-
-    Raises:
-        ValueError: `calls` below 1.
+        calls: micro-batches × data ranks × context ranks, at least 1.
     """
     if calls < 1:
         raise ValueError(f"calls = {calls} must be at least 1")

@@ -1,7 +1,7 @@
-"""Losses as policy losses of SkyRL (its source of August 2026), in its registry by the names `parallel_rl:RECIPE`.
+"""Losses as policy losses of SkyRL (its source of August 2026), in its registry as `parallel_rl:RECIPE`.
 
-SkyRL's hidden factor: the advantages are divided beforehand by what the loss is to be averaged over (loss_reduction), so that a
-policy loss returns a plain sum; the worker multiplies it by micro-batches and data ranks. KL and entropy are its own.
+SkyRL's hidden factor: it divides the advantages beforehand by what loss_reduction averages over, so a policy loss returns a
+plain sum; the worker multiplies it by micro-batches and data ranks. SkyRL adds KL and entropy itself.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _CLIPS = (
     Setting("eps_clip_high", 0.2, ("clip_high",)),
     Setting("clip_ratio_c", 3.0, ("dual_clip",)),
 )
-#: surrogates whose bounds SkyRL has elsewhere
+#: surrogates whose bounds SkyRL keeps elsewhere
 _OF_SURROGATES = {
     "cispo": (
         Setting("cispo.cispo_eps_clip_low", 0.0, ("clip_low",)), Setting("cispo.cispo_eps_clip_high", 5.0, ("clip_high",)),
@@ -44,12 +44,12 @@ _FIELDS = ("advantages", "prev_logprobs", "generation_logprobs")
 
 
 def register(*recipes: str) -> list[str]:
-    """Register losses of recipes in SkyRL's registry, and return their names there, for `trainer.algorithm.policy_loss_type`.
+    """Register recipes' losses in SkyRL and return the names, for `trainer.algorithm.policy_loss_type`.
 
-    How a recipe averages is left to SkyRL's loss_reduction, its KL and entropy bonus to use_kl_loss and use_entropy_loss.
+    Averaging is left to SkyRL's loss_reduction, KL and entropy bonus to use_kl_loss and use_entropy_loss.
 
     Raises:
-        ValueError: an unknown recipe, one that SkyRL cannot feed; a SkyRL without a registry of policy losses.
+        ValueError: an unknown recipe, one that SkyRL cannot feed; no SkyRL with a registry of policy losses.
     """
     try:
         host = importlib.import_module("skyrl.backends.skyrl_train.utils.ppo_utils").PolicyLossRegistry
@@ -65,7 +65,7 @@ def register(*recipes: str) -> list[str]:
 
 
 def policy_loss(loss_fn: LossFn) -> Callable[..., tuple[Tensor, dict[str, float]]]:
-    """A loss in SkyRL's call, (log_probs, old_log_probs, advantages, config, loss_mask, rollout_logprobs).
+    """Wrap a loss in SkyRL's call (log_probs, old_log_probs, advantages, config, loss_mask, ...).
 
     >>> from parallel_rl import PolicyLossFn
     >>> call = policy_loss(PolicyLossFn({"surrogate": {"name": "reinforce"}}))
@@ -73,9 +73,9 @@ def policy_loss(loss_fn: LossFn) -> Callable[..., tuple[Tensor, dict[str, float]
     0.75
 
     Raises:
-        ValueError: a loss that SkyRL cannot feed, that averages otherwise than over tokens, or that does not scale with its
-            advantages. In a call: eps_clip_low, eps_clip_high, clip_ratio_c, or a bound of the sections cispo, sapo and dppo
-            differs from the loss's own (SkyRL's defaults count as not set); off_policy_correction is on.
+        ValueError: a loss that SkyRL cannot feed, with another mean than over tokens, or that does not scale with its
+            advantages. In a call: eps_clip_low, eps_clip_high, clip_ratio_c, or a bound in the sections cispo, sapo and dppo
+            differs from the loss's own (SkyRL's defaults pass); off_policy_correction is on.
     """
     check_fits("SkyRL", loss_fn, _FIELDS)
     name = type(loss_fn).__name__

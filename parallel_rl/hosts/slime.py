@@ -1,8 +1,8 @@
-"""A loss for slime's `--custom-loss-function-path` (its source of August 2026), also as miles has it.
+"""A loss for slime's `--custom-loss-function-path` (its source of August 2026), also for miles.
 
-slime's hidden factor: it divides the sum over samples of their means by the step's samples (with calculate_per_token_loss the
-sum over tokens by the step's tokens) after the call, and undoes Megatron's averages. It knows no count of the step in the call,
-so that the loss gets 1 for both. Log-probs and fields are responses alone, cut zigzag over context ranks already.
+slime's hidden factor: after the call it divides the sum of the samples' means by the step's samples (with
+calculate_per_token_loss the sum over tokens by the step's tokens), and undoes Megatron's averages. Its call has no count of
+the step, so the loss gets 1 for both. Log-probs and fields are of responses, already cut zigzag over context ranks.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ _NAMES = {
 
 @dataclass(frozen=True)
 class _Piece:
-    """Positions of a sample, first row, and place in the response, of predictors that lie together on a rank."""
+    """Predictors of a sample that lie together on a rank: first row, positions, place in the response."""
 
     row: int
     positions: range
@@ -67,13 +67,13 @@ Loss = Callable[..., tuple[Tensor, dict[str, Tensor]]]
 
 
 def custom_loss(loss_fn: LossFn, groups: ParallelGroups | None = None) -> Loss:
-    """A loss in slime's call, (args, batch, logits, sum_of_sample_mean) → (loss, metrics).
+    """Wrap a loss in slime's call, (args, batch, logits, sum_of_sample_mean) → (loss, metrics).
 
     In a module of yours, `--loss-type custom_loss --custom-loss-function-path my_losses.gspo`:
 
         gspo = slime.custom_loss(PolicyLossFn({"ratio_level": "sequence-mean", "aggregation": "seq-mean-token-mean"}))
 
-    The loss has its own clip, KL, entropy bonus and importance weight; slime's are refused where they differ. With
+    Clip, KL, entropy bonus and importance weight are the loss's own; slime's are refused where they differ. With
     use_rollout_logprobs the sampler's log-probs are prev_logprobs.
 
     >>> from types import SimpleNamespace
@@ -85,15 +85,15 @@ def custom_loss(loss_fn: LossFn, groups: ParallelGroups | None = None) -> Loss:
     2.7726
 
     Args:
-        loss_fn: with vocab_size, where the vocabulary is padded.
-        groups: tensor and context ranks; None takes Megatron's, where it is initialized.
+        loss_fn: with vocab_size if the vocabulary is padded.
+        groups: tensor and context ranks; None: Megatron's, if initialized.
 
     Raises:
         ValueError: a loss that slime cannot feed. In a call: eps_clip, eps_clip_high, eps_clip_c, kl_loss_coef, kl_loss_type,
-            entropy_coef, use_tis, tis_clip or tis_clip_low that differ from the loss's own options (slime's defaults count as
-            not set); an aggregation that does not go with calculate_per_token_loss;
-            contiguous context ranks (allgather_cp); several samples of one rollout, for a loss without `token_weights` or with
-            another aggregation than seq-mean-token-mean; a replay of the sampler's top-p.
+            entropy_coef, use_tis, tis_clip or tis_clip_low differs from the loss's own options (slime's defaults pass); an
+            aggregation at odds with calculate_per_token_loss; contiguous context ranks (allgather_cp); several samples of one
+            rollout, for a loss without `token_weights` or with another aggregation than seq-mean-token-mean; a replay of the
+            sampler's top-p.
     """
     check_fits("slime", loss_fn, tuple(_NAMES), entropy=True)
     unit, loss_name = unit_of(loss_fn), type(loss_fn).__name__
@@ -120,7 +120,7 @@ def custom_loss(loss_fn: LossFn, groups: ParallelGroups | None = None) -> Loss:
             check_targets(targets, shard.vocab_size, ignore_index=None)
             return targets, keep, shard
 
-        # each context rank looks at other tokens
+        # context ranks look at different tokens
         targets, keep, shard = raise_on_all_ranks(read, [at.tensor, at.context], logits)
         temperature = getattr(args, "rollout_temperature", 1.0)
         stats = stats_of_shard(logits[0], targets, keep, replace(shard, temperature=temperature))
@@ -130,7 +130,7 @@ def custom_loss(loss_fn: LossFn, groups: ParallelGroups | None = None) -> Loss:
 
         logprobs = split(stats.logprobs)
         data: dict[str, Values] = {"response_mask": _masks(batch, pieces)}
-        sampler = bool(getattr(args, "use_rollout_logprobs", False))  # is the old policy
+        sampler = bool(getattr(args, "use_rollout_logprobs", False))  # as the old policy
         for name in needs.names:
             theirs = "rollout_log_probs" if sampler and name == "prev_logprobs" else _NAMES[name]
             values = batch.get(theirs)
@@ -182,7 +182,7 @@ def _check(args: object, batch: Mapping[str, Any], unit: str, name: str) -> None
 
 
 def _check_options(args: object, loss_fn: LossFn) -> None:
-    """Refuse options of slime's own policy loss that its user has set and this loss has otherwise."""
+    """Refuse options of slime's policy loss that its user set and this loss has otherwise."""
     if not isinstance(loss_fn, PolicyLoss):
         return
     check_settings("slime", loss_fn, args, _SETTINGS)
@@ -199,7 +199,7 @@ def _check_options(args: object, loss_fn: LossFn) -> None:
 
 
 def _shared_denominators(batch: Mapping[str, Any]) -> Tensor | None:
-    """[B] what each sample is divided by, where it is not the sample's own number of tokens."""
+    """Return [B] the samples' divisors, or None where each is the sample's own number of tokens."""
     denominators = batch.get("rollout_mask_sums")
     if denominators is None:
         return None
@@ -209,7 +209,7 @@ def _shared_denominators(batch: Mapping[str, Any]) -> Tensor | None:
 
 
 def _of_rollouts(loss_fn: LossFn) -> LossFn | None:
-    """The same loss as a sum over weighted tokens, for weights that are 1 / a rollout's tokens; None: it has no such form."""
+    """Return the loss as a token sum with weights 1 / a rollout's tokens, or None without such a form."""
     config = loss_fn.config
     weighted = isinstance(config, (PolicyLossConfig, NLLLossConfig)) and config.token_weights is None
     if not weighted or config.aggregation != "seq-mean-token-mean":
@@ -220,13 +220,13 @@ def _of_rollouts(loss_fn: LossFn) -> LossFn | None:
 
 
 def _megatron() -> ParallelGroups:
-    state = sys.modules.get("megatron.core.parallel_state")  # not imported, it has no groups
+    state = sys.modules.get("megatron.core.parallel_state")  # if not imported, there are no groups
     there = state is not None and state.model_parallel_is_initialized()
     return ParallelGroups.from_megatron() if there else ParallelGroups()
 
 
 def _cut(batch: Mapping[str, Any], rank: int, ranks: int) -> tuple[list[list[_Piece]], int]:
-    """_Pieces of each sample that predict its response on this rank, and how many rows of logits the samples have there."""
+    """Find each sample's _Pieces that predict its response on this rank; count all rows of logits."""
     found: list[list[_Piece]] = []
     row = 0
     for total, response in zip(batch["total_lengths"], batch["response_lengths"], strict=True):
@@ -241,11 +241,7 @@ def _cut(batch: Mapping[str, Any], rank: int, ranks: int) -> tuple[list[list[_Pi
 
 
 def _masks(batch: Mapping[str, Any], pieces: Sequence[list[_Piece]]) -> list[Tensor]:
-    """The masks of whole responses, cut as their log-probs are.
-
-    Raises:
-        ValueError: a mask of another length than its response.
-    """
+    """Cut the masks of responses as their log-probs are; ValueError for a mask of another length."""
     for index, (mask, length) in enumerate(zip(batch["loss_masks"], batch["response_lengths"], strict=True)):
         if len(mask) != length:
             raise ValueError(
@@ -259,7 +255,7 @@ def _masks(batch: Mapping[str, Any], pieces: Sequence[list[_Piece]]) -> list[Ten
 
 
 def _targets(batch: Mapping[str, Any], pieces: Sequence[list[_Piece]], logits: Tensor) -> tuple[Tensor, Tensor]:
-    """[T] the tokens that rows of logits predict, and where they are of a response."""
+    """Return [T] the token that each row of logits predicts, and whether it is of a response."""
     targets = torch.zeros(len(logits), dtype=torch.int64, device=logits.device)
     keep = torch.zeros_like(targets, dtype=torch.bool)
     for tokens, of_sample in zip(batch["unconcat_tokens"], pieces, strict=True):

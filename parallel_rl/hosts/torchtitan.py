@@ -1,7 +1,7 @@
 """A loss in the call of torchtitan's RL experiment (its source of August 2026).
 
-torchtitan's hidden factor: none; gradients are summed over data ranks, and the loss is divided by the step's tokens alone. Rows
-are packed without their bounds, so that a loss may not look beyond a token.
+torchtitan has no hidden factor: gradients are summed over data ranks, the loss is divided by the step's tokens. Its packed
+rows have no bounds, so a loss must not look beyond a token.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ _FIELDS = ("advantages", "prev_logprobs", "generation_logprobs")
 
 
 class HostLoss:
-    """A loss for torchtitan's `PolicyTrainer`: (logits, labels, global_valid_tokens, *, generator_logprobs, ...).
+    """Loss for torchtitan's `PolicyTrainer`.
 
-    A token whose generator_logprobs is not finite carries no loss, as there; the policy that drew is also the old one.
+    A token counts only if its generator_logprobs is finite, as there; the policy that drew is also the old one.
 
         class Config(BaseLoss.Config):            # a loss is built from its config there
             def build(self, **_):
@@ -37,11 +37,11 @@ class HostLoss:
     1.3863
 
     Args:
-        groups: tensor-parallel ranks over which the logits are a DTensor or cut, where the trainer does not gather them.
+        groups: tensor-parallel ranks that the logits are cut over (also as a DTensor), unless the trainer gathers them.
 
     Raises:
-        ValueError: a loss that reads more than torchtitan has, looks beyond a token, ignores the advantages, or is not divided
-            by tokens.
+        ValueError: a loss that reads more than torchtitan has, looks beyond a token, ignores the advantages, or is not
+            divided by tokens.
     """
 
     def __init__(self, loss_fn: LossFn, groups: ParallelGroups | None = None) -> None:
@@ -68,14 +68,11 @@ class HostLoss:
         advantages: Tensor,
         loss_mask: Tensor,
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """The share of the loss, and metrics for a sum over data ranks; extrema (`.../max`) for a maximum.
+        """Compute this rank's share of the loss, and metrics to sum over data ranks (`.../max`: maximum).
 
         Args:
-            logits: [T, V]. labels: [T], shifted already. The others [T], like the labels.
+            logits: [T, V]. labels: [T], already shifted. The others: [T], else ValueError.
             global_valid_tokens: of the step; None: 1, as there.
-
-        Raises:
-            ValueError: fields of another length than the labels.
         """
         for name, x in (
             ("generator_logprobs", generator_logprobs),

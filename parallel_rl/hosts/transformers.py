@@ -1,7 +1,8 @@
 """A loss as `compute_loss_func` of Hugging Face's Trainer (transformers 5).
 
-The Trainer's hidden factor: with average_tokens_across_devices, its default, it multiplies the loss by the processes that DDP
-divides by, and `num_items_in_batch` counts the tokens of the whole step; without, each process averages over its own tokens.
+The Trainer's hidden factor: with average_tokens_across_devices (its default) it multiplies the loss by the number of
+processes, which DDP divides by, and `num_items_in_batch` counts the step's tokens; without, each process averages over its
+own tokens.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ class _Output(Protocol):
 
 
 def compute_loss_func(loss_fn: LossFn, groups: ParallelGroups | None = None) -> Callable[..., Tensor]:
-    """A loss on tokens alone, such as `NLLLoss`, for `Trainer(..., compute_loss_func=compute_loss_func(loss_fn))`.
+    """Wrap a loss on tokens alone, e.g. `NLLLoss`, as the `compute_loss_func` of a Trainer.
 
     >>> from types import SimpleNamespace
     >>> from parallel_rl import NLLLoss
@@ -39,12 +40,12 @@ def compute_loss_func(loss_fn: LossFn, groups: ParallelGroups | None = None) -> 
     1.3863
 
     Args:
-        groups: tensor-parallel ranks over whose words the logits are cut, as a DTensor or as plain shards; without, they are
-            whole, as plans of transformers that gather the head's output have it.
+        groups: tensor-parallel ranks that the logits' words are cut over, as a DTensor or plain shards; None: whole logits,
+            as from transformers' plans that gather the head's output.
 
     Raises:
-        ValueError: a loss that reads fields of the data, or is not divided by tokens: the Trainer has neither. In a call: no
-            labels; a count for each of several devices (`nn.DataParallel`).
+        ValueError: a loss that reads fields of the data, or is not divided by tokens. In a call: no labels; a count for each
+            of several devices (`nn.DataParallel`).
     """
     check_fits("Hugging Face's Trainer", loss_fn, (), entropy=True)
     name, unit = type(loss_fn).__name__, unit_of(loss_fn)

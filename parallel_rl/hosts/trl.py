@@ -1,10 +1,10 @@
-"""Losses inside TRL's own trainers (1.16): GRPO's and DPO's, of the options that the trainer's config has.
+"""Losses inside TRL's own trainers (1.16): GRPO's and DPO's, with the options of the trainer's config.
 
     class Trainer(DPOLossMixin, trl.DPOTrainer): ...
 
-TRL's hidden factors: DDP averages over processes, and accumulation over micro-batches, by GRPOTrainer itself or by Hugging
-Face's Trainer for DPO. Its losses are means of means, one a micro-batch, but for dapo, cispo and vespo, whose token count is
-that of the whole step. The mixins divide by the same counts, so that a run gives TRL's numbers.
+TRL's hidden factors: DDP averages over processes, and GRPOTrainer itself, or for DPO Hugging Face's Trainer, over
+micro-batches. Its losses are means of the micro-batches' means; dapo, cispo and vespo divide by the whole step's tokens. The
+mixins divide by the same counts, so a run gives TRL's numbers.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from parallel_rl.metrics import Metrics
 if TYPE_CHECKING:
     from torch import Tensor
 
-#: TRL's kinds of DPO by ours; of IPO a response's mean counts
+#: TRL's kinds of DPO by ours; ipo takes a response's mean
 DPO_KINDS = {
     "sigmoid": "sigmoid", "hinge": "hinge", "ipo": "ipo", "exo_pair": "exo", "nca_pair": "nca", "robust": "robust",
     "bco_pair": "bco", "sppo_hard": "sppo-hard", "apo_zero": "apo-zero", "apo_down": "apo-down", "discopop": "discopop",
@@ -39,7 +39,7 @@ def _refuse(options: Mapping[str, object], supported: str) -> None:
 
 
 def _check_trainer(cls: type, mixin: type) -> None:
-    """Refuse a trainer that would never call the mixin's loss."""
+    """Refuse a trainer that never calls the mixin's loss."""
     theirs = [base for base in cls.__mro__ if base is not cls and base.__module__.partition(".")[0] == "trl"]
     if theirs and not any("_compute_loss" in vars(base) for base in theirs):
         raise ValueError(
@@ -58,7 +58,7 @@ class DPOLossMixin:
     """A `trl.DPOTrainer` whose loss is `DPOLossFn`: eleven kinds, and weighted sums of them.
 
     Raises:
-        ValueError: a trainer of another TRL that has no such loss; in the first step, another kind, divergence or option.
+        ValueError: a trainer of a TRL without this loss; in the first step, another kind, divergence or option.
     """
 
     def __init_subclass__(cls, **kwargs: object) -> None:
@@ -116,10 +116,10 @@ def dpo_loss(
     beta: float,
     label_smoothing: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
-    """The loss of TRL's DPO, a mean over the call's pairs, from rows [chosen; rejected], and the log-ratios [2P] of the rows.
+    """Compute TRL's DPO loss of rows [chosen; rejected], a mean over pairs, and the rows' log-ratios [2P].
 
-    Policy and reference are summed alike, in the precision of the log-probs: the errors of two float32 sums of the same
-    numbers cancel, that of a float32 sum against an exact one would not, and kinds with a steep gate (discopop) show it.
+    Policy and reference are both summed in the precision of the log-probs: errors of two float32 sums of the same numbers
+    cancel; against an exact sum they would not, and show in kinds with a steep gate (discopop).
 
     >>> logprobs, mask = torch.tensor([[-1.0], [-3.0]]), torch.ones(2, 1)
     >>> loss, _ = dpo_loss(logprobs, mask, torch.tensor([-2.0, -2.0]), {"hinge": 1.0}, beta=0.1)
@@ -129,10 +129,10 @@ def dpo_loss(
     Args:
         logprobs, mask: [2P, A] of completions.
         reference: [2P] sums of the reference's log-probs.
-        kinds: TRL's names of what is summed, with their weights.
+        kinds: TRL's names of the kinds to sum, with their weights.
 
     Raises:
-        ValueError: another kind than those of `DPO_KINDS`, or an odd number of rows.
+        ValueError: a kind outside `DPO_KINDS`, or an odd number of rows.
     """
     if not len(mask) == len(logprobs) == len(reference) or len(mask) % 2:
         raise ValueError(
@@ -149,7 +149,7 @@ def dpo_loss(
             raise ValueError(f"loss_type = {kind!r} is not supported here; supported are {', '.join(DPO_KINDS)}")
         smoothed = {"label_smoothing": label_smoothing} if kind in ("robust", "exo_pair") else {}
         loss_fn = DPOLossFn({"kind": DPO_KINDS[kind], "reference_policy_kl_penalty": beta, **smoothed})
-        # the loss reads a row's log-ratio alone, so that one token carries it: one above 0 is 0 less a reference below 0
+        # the loss reads only a row's log-ratio, so one token carries it; above 0 it is 0 less a reference below 0
         row = (means if kind == "ipo" else ratios)[order, None]
         above = row.detach().clamp(min=0)
         data = {"response_mask": torch.ones_like(row), "reference_policy_logprobs": -above}
@@ -159,10 +159,10 @@ def dpo_loss(
 
 
 class GRPOLossMixin:
-    """A `trl.GRPOTrainer` whose loss is `PolicyLossFn`: grpo, bnpo, dr_grpo, dapo, luspo, cispo, sapo and vespo.
+    """`trl.GRPOTrainer` on `PolicyLossFn`: grpo, bnpo, dr_grpo, dapo, luspo, cispo, sapo and vespo.
 
     Raises:
-        ValueError: a trainer of another TRL that has no such loss; in the first step, another kind or option.
+        ValueError: a trainer of a TRL without this loss; in the first step, another kind or option.
     """
 
     def __init_subclass__(cls, **kwargs: object) -> None:
@@ -212,11 +212,7 @@ class GRPOLossMixin:
 
 
 def grpo_options(trainer: object) -> dict[str, object]:
-    """Options of `PolicyLossFn` for the arguments of a `trl.GRPOTrainer`.
-
-    Raises:
-        ValueError: a kind that is not supported.
-    """
+    """Map the arguments of a `trl.GRPOTrainer` to options of `PolicyLossFn`; refuse an unsupported kind."""
     args = trainer.args  # type: ignore[attr-defined]
     kind = args.loss_type
     if kind not in _AGGREGATIONS:
@@ -229,7 +225,7 @@ def grpo_options(trainer: object) -> dict[str, object]:
     high = args.epsilon if args.epsilon_high is None else args.epsilon_high
     surrogate: dict[str, object] = {"name": "ppo", "clip_low": args.epsilon, "clip_high": high, "dual_clip": args.delta}
     if kind == "cispo":
-        surrogate = {"name": "cispo", "clip_low": 1.0, "clip_high": high - 1}  # TRL's bound is of the ratio itself
+        surrogate = {"name": "cispo", "clip_low": 1.0, "clip_high": high - 1}  # TRL bounds the ratio itself
     elif kind == "sapo":
         surrogate = {"name": "sapo", "tau_pos": args.sapo_temperature_pos, "tau_neg": args.sapo_temperature_neg}
     elif kind == "vespo":
@@ -255,11 +251,11 @@ def grpo_loss(
     counts: tuple[Tensor, Tensor],
     options: Mapping[str, object],
 ) -> tuple[Tensor, Metrics]:
-    """TRL's GRPO loss of completions [B, A], divided by the counts of the call.
+    """Compute TRL's GRPO loss of completions [B, A], divided by the counts of the call.
 
     Args:
         data: response_mask and the fields of `PolicyLossFn`; advantages may be [B], prev_logprobs None (on policy).
-        counts: sequences and tokens; tokens may be below those of the call, TRL's being a share of the step's.
+        counts: sequences and tokens; tokens, in TRL a share of the step's, may be below those of the call.
         options: see `grpo_options`.
     """
     fields = {name: x for name, x in data.items() if x is not None}
@@ -278,7 +274,7 @@ def grpo_loss(
 
 
 def _log(trainer: object, numbers: Mapping[str, Tensor]) -> None:
-    """Append the mean over processes of each number to the trainer's metrics."""
+    """Append each number's mean over processes to the trainer's metrics."""
     mode = "train" if trainer.model.training else "eval"  # type: ignore[attr-defined]
     for name, x in numbers.items():
         mean = trainer.accelerator.gather(x.detach().double().reshape(1)).mean().item()  # type: ignore[attr-defined]

@@ -1,7 +1,7 @@
-"""Losses as policy losses of verl (0.9.1), in its registry by the names `parallel_rl:RECIPE`.
+"""Losses as policy losses of verl (0.9.1), in its registry as `parallel_rl:RECIPE`.
 
-verl's hidden factors: the loss of a rank is multiplied by the data ranks' number, which FSDP and DDP divide by; its Megatron
-engine multiplies by the micro-batches itself. verl adds KL and entropy of its own config to what a policy loss returns.
+verl's hidden factors: a rank's loss is multiplied by the number of data ranks, which FSDP and DDP divide by; verl's Megatron
+engine multiplies by the micro-batches. verl adds KL and entropy by its own config.
 """
 
 from __future__ import annotations
@@ -45,18 +45,18 @@ _COUNTS = ("dp_size", "batch_num_tokens", "global_batch_size")
 
 
 def register(*recipes: str) -> list[str]:
-    """Register losses of recipes in verl's registry, and return their names there.
+    """Register recipes' losses in verl's registry, and return their names there.
 
     In a module of yours that every worker imports (VERL_USE_EXTERNAL_MODULES=my_losses):
 
         from parallel_rl.hosts import verl
         verl.register("dapo", "gspo")
 
-    and in verl's config `actor.policy_loss.loss_mode: parallel_rl:dapo`. A recipe's KL and entropy bonus are left to verl's
-    use_kl_loss and entropy_coeff.
+    and in verl's config `actor.policy_loss.loss_mode: parallel_rl:dapo`. KL and entropy bonus are left to verl's use_kl_loss
+    and entropy_coeff.
 
     Raises:
-        ValueError: an unknown recipe, one that verl cannot feed; a verl without a registry of policy losses.
+        ValueError: an unknown recipe, one that verl cannot feed; no verl with a registry of policy losses.
     """
     try:
         host = importlib.import_module("verl.trainer.ppo.core_algos").register_policy_loss
@@ -72,7 +72,7 @@ def register(*recipes: str) -> list[str]:
 
 
 def policy_loss(loss_fn: LossFn) -> Callable[..., tuple[Tensor, dict[str, float]]]:
-    """A loss in verl's call, (old_log_prob, log_prob, advantages, response_mask, loss_agg_mode, config, ...).
+    """Wrap a loss in verl's call (old_log_prob, log_prob, advantages, response_mask, ...).
 
     >>> from types import SimpleNamespace
     >>> from parallel_rl import PolicyLossFn
@@ -84,8 +84,8 @@ def policy_loss(loss_fn: LossFn) -> Callable[..., tuple[Tensor, dict[str, float]
     Raises:
         ValueError: a loss that verl cannot feed, or that ignores the advantages. In a call: loss_agg_mode, clip_ratio_low,
             clip_ratio_high, clip_ratio_c, tau_pos or tau_neg differs from the loss's own (verl's defaults of the last five
-            count as not set); no counts of the step, or counts below those of the call; rollout_is_weights that are negative,
-            or with a loss that does not scale with its advantages.
+            pass); no counts of the step, or counts below the call's own; rollout_is_weights that are negative, or given to a
+            loss that does not scale with its advantages.
     """
     check_fits("verl", loss_fn, _FIELDS)
     check_learns("verl", loss_fn)
@@ -123,7 +123,7 @@ def policy_loss(loss_fn: LossFn) -> Callable[..., tuple[Tensor, dict[str, float]
 
 
 def _with_one_clip(config: object) -> dict[str, object]:
-    """The numbers of `_SETTINGS`; where a side of the clip is None, clip_ratio is meant."""
+    """Read the numbers of `_SETTINGS`; a side of the clip that is None is clip_ratio."""
     found = {key: read_setting(config, key) for key, *_ in _SETTINGS}
     both = read_setting(config, "clip_ratio")
     return {
@@ -183,7 +183,7 @@ def _check_aggregation(loss_fn: LossFn, unit: str | None, mode: str, length: flo
 
 
 def _local_means(metrics: Metrics, info: Mapping[str, int], mask: Tensor) -> Metrics:
-    """The metrics that verl averages over micro-batches: means over those of this one."""
+    """Turn metrics into means over this micro-batch, which verl averages over micro-batches."""
     here = {"tokens": mask.sum().clamp(min=1), "sequences": torch.tensor(len(mask))}
     step = {"tokens": info["batch_num_tokens"], "sequences": info["global_batch_size"]}
     found = {}

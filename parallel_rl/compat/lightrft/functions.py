@@ -15,7 +15,7 @@ from parallel_rl.vocab.stats import token_stats
 
 
 def masked_mean(tensor: Tensor, mask: Tensor | None, dim: int | None = None) -> Tensor:
-    """Mean of what the mask keeps, over `dim` or over everything; None keeps all. Nothing kept is 0 (the origin: NaN)."""
+    """Average what the mask keeps, over `dim` or all; None keeps all. Nothing kept: 0 (origin: NaN)."""
     mask = torch.ones_like(tensor) if mask is None else mask
     total = torch.where(mask != 0, tensor * mask, 0)
     count = mask.expand_as(total)
@@ -30,18 +30,14 @@ def compute_approx_kl(
     action_mask: Tensor | None = None,
     kl_estimator: Literal["k1", "k2", "k3"] = "k1",
 ) -> Tensor:
-    """Estimate of KL(π ‖ π_base) of each token, float32 and without a clamp, 0 where masked; see `kl_estimate`.
-
-    Raises:
-        ValueError: another estimator.
-    """
+    """Estimate KL(π ‖ π_base) of each token by k1, k2 or k3, in float32, not clamped, 0 where masked."""
     if kl_estimator not in ("k1", "k2", "k3"):
         raise ValueError(f"kl_estimator = {kl_estimator!r} is not valid; choose k1, k2 or k3")
     policy, base = log_probs.float(), log_probs_base.float()
     if action_mask is not None:
         keep = action_mask.bool()
         policy, base = torch.where(keep, policy, 0), torch.where(keep, base, 0)
-    if kl_estimator == "k3":  # in the origin's order: its rounding is that of a difference of numbers around 1
+    if kl_estimator == "k3":  # in the origin's order, with its rounding of numbers around 1
         d = base - policy
         return d.exp() - 1 - d
     return kl_estimate(policy, base, kl_estimator)
@@ -55,13 +51,13 @@ def compute_reward(
     num_actions: Sequence[int] | None = None,
     reward_clip_range: tuple[float, float] | None = None,
 ) -> Tensor | list[Tensor]:
-    """−kl_coef·kl of each token, and the reward, clipped, at each row's last action.
+    """Compute −kl_coef·kl of each token, plus the reward, clipped, at each row's last action.
 
     Args:
         r: [B]. kl_coef: below 0 it counts as 0. kl: [B, A] with `action_mask` [B, A], or a list of [n_i] with `num_actions`.
 
     Returns:
-        [B, A] (a row without an action has its reward in the last column; masked tokens keep their −kl_coef·kl), or a list.
+        [B, A] (a row without an action has its reward in the last column; masked tokens keep −kl_coef·kl), or a list.
     """
     clip_range = reward_clip_range or None
     shaped = shaping.compute_reward(r, kl_coef, kl, action_mask, num_actions=num_actions, clip_range=clip_range)
@@ -73,33 +69,31 @@ def compute_reward(
 def clip_filter_like_weight_func(
     rewards: Tensor, clip_filter_like_weight_clip_eps: float = 3.0, lamda: float = 1.0
 ) -> Tensor:
-    """Weights [P, n] that make up for prompts whose samples are all alike, see `clip_filter_like_weight`."""
+    """Compute weights [P, n] that make up for prompts of equal samples, see `clip_filter_like_weight`."""
     return shaping.clip_filter_like_weight(rewards, clip_filter_like_weight_clip_eps, lamda)
 
 
 def entropy_from_logits(logits: Tensor) -> Tensor:
-    """[...] entropy of softmax(logits) from [..., V]."""
+    """Compute the entropy [...] of softmax(logits) from [..., V]."""
     stats = token_stats(logits, torch.zeros(logits.shape[:-1], dtype=torch.int64, device=logits.device))
     assert stats.entropy is not None
     return stats.entropy
 
 
 def log_probs_from_logits(logits: Tensor, labels: Tensor, disable_logprobs_flashattn: bool = False) -> Tensor:
-    """[...] log-probs of the labels from logits [..., V], in max(float32, their dtype) (Q56: the origin's bf16 stays bf16).
+    """Compute labels' log-probs [...] from [..., V] in float32 or wider (Q56: the origin keeps bf16).
 
-    disable_logprobs_flashattn has nothing to choose here.
+    disable_logprobs_flashattn has no effect.
     """
     return token_stats(logits, labels, entropy=False).logprobs
 
 
 def create_high_entropy_mask(entropy: Tensor, action_mask: Tensor | None, high_entropy_ratio: float = 0.2) -> Tensor:
-    """[B, A] float mask of each row's max(1, ⌊n·ratio⌋) tokens of highest entropy, n its valid ones; none in an empty row.
+    """Mark each row's max(1, ⌊n·ratio⌋) tokens of highest entropy, n its valid ones: [B, A] float.
 
-    A ratio outside (0, 1) gives the action mask itself. A masked token competes with an entropy of 0, and is chosen where a
-    valid one is below it (Q16); of equal ones the first is taken. NaN at a masked token counts as 0.
-
-    Raises:
-        ValueError: shapes other than [B, A].
+    A ratio outside (0, 1) gives the action mask itself. Masked tokens compete with an entropy of 0 (also for NaN) and win
+    over a valid one below 0 (Q16); of equal ones the first is taken. An empty row has none. ValueError for shapes other than
+    [B, A].
     """
     if not 0.0 < high_entropy_ratio < 1.0:
         return torch.ones_like(entropy, dtype=torch.float32) if action_mask is None else action_mask.clone()
@@ -117,9 +111,9 @@ def create_high_entropy_mask(entropy: Tensor, action_mask: Tensor | None, high_e
 def get_cumulative_returns(
     rewards: Tensor | list[Tensor], action_mask: Tensor | None, gamma: float
 ) -> Tensor | list[Tensor]:
-    """Discounted sums of the rewards from each action on, [B, A] (packed: a list of [n_i]); masked rewards are 0.
+    """Sum discounted rewards from each action on, [B, A] (packed: a list of [n_i]); masked rewards are 0.
 
-    The discount also counts masked holes, which `discounted_returns` steps over.
+    The discount counts masked holes, which `discounted_returns` skips.
     """
     if isinstance(rewards, list):
         return [_row(get_cumulative_returns(row[None], None, gamma)) for row in rewards]
@@ -134,9 +128,9 @@ def get_advantages_and_returns(
     gamma: float,
     lambd: float,
 ) -> tuple[Tensor, Tensor] | tuple[list[Tensor], list[Tensor]]:
-    """Generalised advantages and returns, [B, A] each (packed: lists of [n_i]); masked values and rewards are 0.
+    """Compute advantages (GAE) and returns, [B, A] each (packed: lists of [n_i]); masked inputs are 0.
 
-    The recursion runs through masked holes as if their value were 0, where `gae` carries the next one over.
+    The recursion runs through masked holes with a value of 0, where `gae` carries the next one over.
     """
     if isinstance(values, list) or isinstance(rewards, list):
         parts = [
@@ -158,21 +152,21 @@ def _row(x: Tensor | list[Tensor]) -> Tensor:
 
 
 def unpacking_samples(values: Tensor, packed_seqlens: list[int]) -> list[Tensor]:
-    """The sequences of one packed row, [1, T] or [T], by their lengths."""
+    """Split one packed row, [1, T] or [T], into its sequences."""
     starts = [sum(packed_seqlens[:index]) for index in range(len(packed_seqlens))]
     row = values.squeeze(0)
     return [row[start : start + length] for start, length in zip(starts, packed_seqlens, strict=True)]
 
 
 class FixedKLController(kl_control.FixedKLController):
-    """A KL coefficient that stays as it is."""
+    """KL coefficient that stays as it is."""
 
     def __init__(self, kl_coef: float) -> None:
         super().__init__(kl_coef)
 
 
 class AdaptiveKLController(kl_control.AdaptiveKLController):
-    """A KL coefficient led to a target. Paper: arXiv 1909.08593."""
+    """KL coefficient led to a target. Paper: arXiv 1909.08593."""
 
     def __init__(self, init_kl_coef: float, target: float, horizon: int) -> None:
         super().__init__(init_kl_coef, target, horizon)

@@ -27,9 +27,9 @@ class PolicyLoss(nn.Module):
         PPO   −min(ρ·A, clip(ρ, 1 − ε, 1 + ε)·A)
         CPGD  −A·l', l' = min(l, l_old + log(1 + ε)) where A > 0, else max(l, l_old + log(1 − ε)); without the drift term
 
-    use_dapo and high_entropy_token_ratio are stored and change nothing, as in the origin (Q14: clip-higher and the entropy
-    filter are the library's `PolicyLossConfig`); tokens are filtered by `entropy_mask` alone, which stands in for the action
-    mask where it is given, also where it marks padding (Q16). A row without a token counts as 0 (Q13: the origin is NaN).
+    use_dapo and high_entropy_token_ratio have no effect, as in the origin (Q14: the library's `PolicyLossConfig` has
+    clip-higher and the entropy filter). If `entropy_mask` is given, it replaces the action mask, also where it marks padding
+    (Q16). A row without a token counts as 0 (Q13: the origin is NaN).
 
     Papers: arXiv 1707.06347 (PPO), 2505.12504 (CPGD), 2506.01939 (entropy mask).
     """
@@ -59,11 +59,7 @@ class PolicyLoss(nn.Module):
         global_valid_toks: Count | None = None,
         context_parallel_group: ProcessGroup | None = None,
     ) -> Tensor:
-        """The loss, a scalar; with the counts of the step this rank's share.
-
-        Args:
-            log_probs, ...: [B, A/cp]. action_mask, entropy_mask: [B, A/cp], None is all tokens.
-        """
+        """Return the loss, with the counts of the step this rank's share, from [B, A/cp]; mask None: all."""
         mask = action_mask if entropy_mask is None else entropy_mask
         step = Step(global_valid_seqs, global_valid_toks, context_parallel_group)
         fields = {"prev_logprobs": old_log_probs, "advantages": advantages}
@@ -71,9 +67,9 @@ class PolicyLoss(nn.Module):
 
 
 class ValueLoss(nn.Module):
-    """½·(V − R)², with `clip_eps` the larger of it and that of V clipped around V_old; a mean over rows of means over tokens.
+    """½·(V − R)², or with `clip_eps` the larger of this and that of V clipped around V_old.
 
-    A row without a token counts as 0 (Q13: the origin is NaN).
+    A mean over rows of means over tokens; a row without a token counts as 0 (Q13: the origin is NaN).
     """
 
     def __init__(self, clip_eps: float | None = None) -> None:
@@ -91,11 +87,7 @@ class ValueLoss(nn.Module):
         global_valid_toks: Count | None = None,
         context_parallel_group: ProcessGroup | None = None,
     ) -> Tensor:
-        """The loss, a scalar; with the counts of the step this rank's share.
-
-        Args:
-            values, old_values, returns: [B, A/cp]. action_mask: [B, A/cp], None is all tokens.
-        """
+        """Return the loss, with the counts of the step this rank's share, from [B, A/cp]; mask None: all."""
         step = Step(global_valid_seqs, global_valid_toks, context_parallel_group)
         batch = dense_batch(values, action_mask, {"old": old_values, "returns": returns}, step)
         error = squared_error(batch.logprobs, batch["returns"])
@@ -110,9 +102,9 @@ class LogSigmoidLoss(PairWiseLoss):
 
 
 class HPSLoss(nn.Module):
-    """Cross-entropy of the scores (r_chosen, r_rejected) with the first, a mean over rows; 0 of none. No temperature.
+    """Cross-entropy of the scores (r_chosen, r_rejected) with the first, a mean over rows; 0 of none.
 
-    Rewards are [B, 1]; [B] works too (Q22: the origin crashes). The margin has no effect. Paper: arXiv 2303.14420.
+    Rewards are [B, 1] or [B] (Q22: the origin crashes). No temperature; the margin has no effect. Paper: arXiv 2303.14420.
     """
 
     def forward(
@@ -124,7 +116,7 @@ class HPSLoss(nn.Module):
         global_valid_seqs: Count | None = None,
         context_parallel_group: ProcessGroup | None = None,
     ) -> Tensor:
-        """The loss, a scalar; with `global_valid_seqs` (both rows of each pair count) this rank's share."""
+        """Return the loss; with `global_valid_seqs` (both rows of each pair count) this rank's share."""
         if chosen_reward.dim() == 1:
             chosen_reward, reject_reward = chosen_reward[:, None], reject_reward[:, None]
         scores = torch.cat([chosen_reward, reject_reward], -1)

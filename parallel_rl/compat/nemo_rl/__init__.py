@@ -1,14 +1,14 @@
-"""NeMo-RL's losses, by the names and the call of its documented module and by those of its present release (0.7).
+"""NeMo-RL's losses, by the names and the call of its documented module and of its present release (0.7).
 
     documented   loss, metrics = ClippedPGLossFn(cfg)(next_token_logits, data, global_valid_seqs, global_valid_toks,
                                                       vocab_parallel_rank, vocab_parallel_group, context_parallel_group)
     present      inputs, data = prepare_loss_input(logits, data, loss_fn, rank, tensor_group, context_group)
                  loss, metrics = loss_fn(data=data, global_valid_seqs=..., global_valid_toks=..., **inputs)
 
-Names that both have take either call. Its contract is kept: the loss of the rows of a call is divided by counts of the whole
-step and is whole on every context rank, so that the host divides it by cp; the metrics are a plain dict of floats, which
-costs one copy from the device; a config is a dict or a model with attributes, whose keys may have no effect. The library's own
-classes of these names return shares that add up over context ranks and wait for no device.
+Names in both take either call. NeMo-RL's contract is kept: the loss of a call's rows is divided by counts of the whole step
+and is whole on every context rank, so the host divides it by cp; metrics are a dict of floats, copied from the device at
+once; a config is a dict or a model with attributes, and may have keys without effect. The library's own classes of these
+names return shares that add up over context ranks, without a host sync.
 
 Not here: the cross-tokenizer distillation, draft vocabularies and `DraftLossWrapper`.
 """

@@ -1,4 +1,4 @@
-"""The call of NeMo-RL's losses on log-probs, in its documented form and in that of its present release."""
+"""The call of NeMo-RL's losses on log-probs, in its documented and its present form."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ Result = tuple[Tensor, dict[str, "float | Tensor"]]
 
 
 class LogProbLoss(LossFunction, ABC):
-    """A loss on the log-probs of the next tokens.
+    """Loss on the log-probs of the next tokens.
 
-    The documented call gives logits and groups, the present release's [B, S − 1] log-probs, as `prepare_loss_input` makes
-    them: the first argument may be either. The metrics are floats, with one copy from the device.
+    The first argument is logits with groups (documented call) or [B, S − 1] log-probs from `prepare_loss_input` (present
+    call). Metrics are floats, copied from the device at once.
 
-    Every context rank gets the whole loss of its rows, the same one; the gradients of its logits sum those of all context
-    ranks' losses, so that loss / cp has the right gradient, as in the origin. Over data ranks and micro-batches losses,
-    gradients and metrics add up (extrema do not).
+    Every context rank gets the whole loss of its rows; the gradient of its logits is the sum over all context ranks' losses,
+    so that loss / cp has the right gradient, as in the origin. Losses, gradients and metrics (but extrema) add up over data
+    ranks and micro-batches.
     """
 
     input_type = LossInputType.LOGPROB
@@ -48,16 +48,16 @@ class LogProbLoss(LossFunction, ABC):
         *,
         next_token_logprobs: Tensor | None = None,
     ) -> Result:
-        """The loss, divided by counts of the whole step, and its metrics.
+        """Return the loss, divided by counts of the whole step, and its metrics.
 
         Args:
-            next_token_logits: [B, S/cp, V/tp], a DTensor, an `LMHeadInput`, or in their place [B, S − 1] log-probs.
+            next_token_logits: [B, S/cp, V/tp], a DTensor, an `LMHeadInput`, or [B, S − 1] log-probs.
             data: whole on every context rank, see the data dict of the class.
-            global_valid_seqs, global_valid_toks: of the whole step; one that the loss does not read may be None.
-            next_token_logprobs: the log-probs by their name.
+            global_valid_seqs, global_valid_toks: of the whole step; None if the loss does not read it.
+            next_token_logprobs: the log-probs by name.
 
         Raises:
-            ValueError: shapes that do not match, a field that is missing, a mask with other values than 0 and 1.
+            ValueError: shapes that do not match, a missing field, a mask with other values than 0 and 1.
         """
         data = checked(data)
         groups = vocab_parallel_rank, vocab_parallel_group, context_parallel_group
@@ -68,10 +68,10 @@ class LogProbLoss(LossFunction, ABC):
     def from_logprobs(
         self, logprobs: Tensor, data: Data, seqs: Count | None, toks: Count | None, by_row: bool = False
     ) -> Result:
-        """The loss and its metrics from [B, S − 1]; by_row: what the origin divides by the call's own rows is of each row."""
+        """Return the loss and metrics of [B, S − 1]; by_row: divide per row what the origin divides per call."""
 
     def rows(self, data: Data) -> Tensor:
-        """[B] bool: the rows that the loss reads."""
+        """Return [B] bool: the rows that the loss reads."""
         return data["sample_mask"] != 0
 
     def logprobs(
@@ -81,11 +81,7 @@ class LogProbLoss(LossFunction, ABC):
         data: Data,
         groups: tuple[int | None, ProcessGroup | None, ProcessGroup | None],
     ) -> Tensor:
-        """[B, S − 1] log-probs of a call: those that it gives, or of its logits.
-
-        Raises:
-            ValueError: both of them, or neither.
-        """
+        """Return a call's log-probs [B, S − 1], given or of its logits; ValueError for both or neither."""
         if (first is None) == (given is None):
             raise ValueError("give next_token_logits, or next_token_logprobs in their place, and not both")
         if given is not None:
@@ -97,11 +93,7 @@ class LogProbLoss(LossFunction, ABC):
 
 
 def checked(data: Data | None) -> Data:
-    """The data, with masks of 0 and 1 (where values are looked at).
-
-    Raises:
-        ValueError: a mask that is missing or has other values: the origin multiplies by them.
-    """
+    """Return the data; refuse a missing mask or, if values are checked, one that is not of 0 and 1."""
     for name in ("token_mask", "sample_mask"):
         if data is None or name not in data:
             raise ValueError(f"data lacks the field {name!r}")
@@ -113,11 +105,7 @@ def checked(data: Data | None) -> Data:
 
 
 def shifted(data: Data, names: Mapping[str, str]) -> dict[str, Tensor]:
-    """Fields [B, S − 1] of predicted tokens, by their names here: "token" or "predictor" says where the data has them.
-
-    Raises:
-        ValueError: a field that is missing.
-    """
+    """Return [B, S − 1] fields of predicted tokens, each at "token" or "predictor"; refuse missing ones."""
     for name in names:
         if name not in data:
             raise ValueError(f"data lacks the field {name!r}; this loss needs {', '.join(names)}")
@@ -131,11 +119,11 @@ def batch_of(
     counts: tuple[Count | None, Count | None] = (None, None),
     rows: Tensor | None = None,
 ) -> TokenBatch:
-    """The batch that the library's losses read.
+    """Build the batch that the library's losses read.
 
     Args:
-        counts: sequences and tokens of the step, None for one that is not read; 0 counts as 1.
-        rows: [B] bool, those that carry loss; None are those of sample_mask.
+        counts: sequences and tokens of the step, None if not read; 0 counts as 1.
+        rows: [B] bool, rows that carry loss; None: those of sample_mask.
     """
     seqs, toks = (as_count(1 if n is None else n, logprobs.device).clamp(min=1) for n in counts)
     rows = data["sample_mask"] != 0 if rows is None else rows
@@ -143,7 +131,7 @@ def batch_of(
 
 
 def floats(values: Mapping[str, Tensor | Metric]) -> dict[str, float | Tensor]:
-    """Numbers on the host, with one copy from the device."""
+    """Copy numbers to the host in one transfer."""
     tensors = [x.value if isinstance(x, Metric) else x for x in values.values()]
     numbers = torch.stack([x.detach().double() for x in tensors]).tolist()
     return dict(zip(values, numbers, strict=True))

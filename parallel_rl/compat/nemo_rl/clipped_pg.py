@@ -32,20 +32,21 @@ if TYPE_CHECKING:
 
 
 class ClippedPGLossFn(LogProbLoss):
-    """Clipped policy gradient with a KL to the reference and off-policy correction; see the library's `ClippedPGLossFn`.
+    """Clipped policy gradient with reference KL and off-policy correction; see the library's class.
 
-    Its numbers are the origin's with these oddities. Q2: with sequence_level_importance_ratios the metric
+    It has the origin's numbers with these oddities. Q2: with sequence_level_importance_ratios the metric
     sampling_importance_ratio is B times too large. Q3: js_divergence_error has the estimator of the other direction. Q4:
-    positive_example_nll_weight's NLL is divided by the tokens of this call (of each sequence, where the packing wrapper calls)
-    and is 0 without `rewards`. Q5: ratio_clip_c never binds where there is no ratio. Q6: the importance weight of a sequence is
-    a product, its ratio a geometric mean. Q7: `curr_logprobs_unfiltered` [B, S − 1] of the data, where it is, are those of the
-    KL; a log-prob that the sampler's truncation made −inf comes in as 0.
+    positive_example_nll_weight's NLL is divided by the tokens of this call (of each sequence, in the packing wrapper) and is
+    0 without `rewards`. Q5: without a ratio ratio_clip_c never binds. Q6: a sequence's importance weight is a product, its
+    ratio a geometric mean. Q7: the KL reads `curr_logprobs_unfiltered` [B, S − 1] of the data, if given; a log-prob that the
+    sampler's truncation made −inf comes in as 0.
 
-    Where releases differ it is the present one: the KL's gradient has the score function (before 0.7 that of the estimate
-    alone, and the clamp before the weight); force_on_policy_ratio puts π for π_prev into weights and metrics too (since 0.6).
+    Where releases differ it follows the present one: the KL's gradient has the score function (before 0.7 that of the
+    estimate alone, and the clamp before the weight); force_on_policy_ratio puts π for π_prev into weights and metrics too
+    (since 0.6).
 
     Args:
-        cfg: see `ClippedPGLossConfig`. use_fused_linear_logprobs: `prepare_loss_input` gets log-probs in the logits' place.
+        cfg: see `ClippedPGLossConfig`. use_fused_linear_logprobs: `prepare_loss_input` gets log-probs instead of logits.
 
     Raises:
         ConfigError: options that contradict each other.
@@ -116,19 +117,19 @@ class ClippedPGLossFn(LogProbLoss):
         return metrics | self._importance(batch, given, by_row)
 
     def _importance(self, batch: TokenBatch, prev: Tensor, by_row: bool) -> dict[str, Metric]:
-        """sampling_importance_ratio, and is_oob_ratio where there is a truncation."""
+        """Compute sampling_importance_ratio, and with a truncation is_oob_ratio."""
         sequence = bool(self.cfg["sequence_level_importance_ratios"])
         plain = ImportanceConfig("sequence-sum" if sequence else "token")
         weight, metrics = importance_weight(batch, prev, self.policy_loss.policy.importance or plain)
         if self.cfg["truncated_importance_sampling_type"] is None:
             metrics.pop("is_oob_ratio", None)
-        if sequence and not by_row and weight.numel():  # Q2: every weight, also of masked rows, for every valid row
+        if sequence and not by_row and weight.numel():  # Q2: all weights, also of masked rows, for each valid row
             rows = weight.view(batch.shape)[:, 0].sum(dtype=torch.float64)
             metrics["sampling_importance_ratio"] = Metric("share", rows * batch.sequence_mask.sum() / batch.counts.seqs)
         return metrics
 
     def _normalizations(self) -> dict[str, MetricNormalizer]:
-        """The divisor of each metric, for a trainer that calls with counts of 1 and divides at the end of the step."""
+        """Map metrics to their divisors, for a trainer that calls with counts of 1 and divides after the step."""
         tokens, sequences, none = normalizers()
         gradient = tokens if self.cfg["token_level_loss"] else sequences
         by_sequence = bool(self.cfg["sequence_level_importance_ratios"])
@@ -146,7 +147,7 @@ class ClippedPGLossFn(LogProbLoss):
 
 
 def _positive_nll(batch: TokenBatch, positive: Tensor, by_row: bool) -> Tensor:
-    """NLL of the valid tokens of positive rows, over their number, or a sum of the rows' means (Q4)."""
+    """Compute the NLL of positive rows' valid tokens over their number, or the sum of row means (Q4)."""
     lengths = batch.tokens_per_sequence * positive
     count = lengths if by_row else lengths.sum()
     return batch.weighted_sum(-batch.logprobs, positive / count.clamp(min=1).double())

@@ -1,4 +1,4 @@
-"""NeMo-RL's options, from whatever it takes them from: a dict, a model with attributes, with keys that have no effect."""
+"""NeMo-RL's options from a dict or a model with attributes, keys without effect included."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ ConfigT = TypeVar("ConfigT", bound="LossConfig")
 
 
 class ConfigError(ValueError, AssertionError):
-    """Options that cannot be right; an AssertionError too, which the origin raises."""
+    """Options that cannot be right; also an AssertionError, which the origin raises."""
 
 
 class LossConfig(dict[str, object]):
-    """Options as a dict whose keys are attributes too, filled up with the defaults: a dict in older releases, now a model."""
+    """Options with defaults, as dict keys and attributes: a dict in older releases, now a model."""
 
     defaults: ClassVar[Mapping[str, object]] = {}
 
@@ -36,11 +36,7 @@ class LossConfig(dict[str, object]):
 
     @classmethod
     def read(cls: type[ConfigT], cfg: object) -> ConfigT:
-        """The options of a mapping, or of an object with attributes; other keys have no effect, as in the origin.
-
-        Raises:
-            ConfigError: neither of them.
-        """
+        """Read options of a mapping or an object, else ConfigError; warn of other keys, which have no effect."""
         if not isinstance(cfg, Mapping) and not hasattr(cfg, "__dict__"):
             raise ConfigError(f"cfg must be a mapping or a {cls.__name__}, got {cfg!r}")
         given = cfg if isinstance(cfg, Mapping) else vars(cfg)
@@ -52,11 +48,7 @@ class LossConfig(dict[str, object]):
         return cls({key: given[key] for key in cls.defaults if key in given})
 
     def number(self, name: str) -> float:
-        """An option that must be a number.
-
-        Raises:
-            ConfigError: it is not.
-        """
+        """Return an option that must be a number, else raise ConfigError."""
         value = self[name]
         if isinstance(value, bool) or not isinstance(value, (int, float)):
             raise ConfigError(f"{name} = {value!r} must be a number")
@@ -64,13 +56,13 @@ class LossConfig(dict[str, object]):
 
 
 class ClippedPGLossConfig(LossConfig):
-    """Options of `ClippedPGLossFn`: those of the library's `ClippedPGLossConfig`, with the same defaults."""
+    """Options of `ClippedPGLossFn`: the library's `ClippedPGLossConfig`, with the same defaults."""
 
     defaults: ClassVar[Mapping[str, object]] = {field.name: field.default for field in dataclasses.fields(ClippedPG)}
 
 
 class DPOLossConfig(LossConfig):
-    """Options of `DPOLossFn`: those of the library's `DPOLossConfig` that have these names, with the same defaults."""
+    """Options of `DPOLossFn`, with names and defaults of the library's `DPOLossConfig`."""
 
     defaults: ClassVar[Mapping[str, object]] = {
         "reference_policy_kl_penalty": 0.05,
@@ -82,7 +74,7 @@ class DPOLossConfig(LossConfig):
 
 
 class DistillationLossConfig(LossConfig):
-    """Options of `DistillationLossFn`: those of the library's `DistillationLossConfig` that have these names."""
+    """Options of `DistillationLossFn`, named as in the library's `DistillationLossConfig`."""
 
     defaults: ClassVar[Mapping[str, object]] = {"kl_type": "mixed", "mixed_kl_weight": 0.5, "zero_outside_topk": False}
 
@@ -94,17 +86,15 @@ class MseValueLossConfig(LossConfig):
 
 
 def policy_config(cfg: ClippedPGLossConfig) -> PolicyLossConfig:
-    """The library's policy loss of these options; those that others leave without effect are dropped.
+    """Build the library's policy loss of these options, without those that others switch off.
 
-    The NLL on positive examples is left to the caller, who divides it by the tokens of the call (Q4).
-
-    Raises:
-        ConfigError: options that contradict each other.
+    The caller adds the NLL on positive examples, divided by the tokens of the call (Q4). ConfigError for contradicting
+    options.
     """
     options = {**cfg, "positive_example_nll_weight": 0.0}
     if cfg["force_on_policy_ratio"]:
         options["disable_ppo_ratio"] = False
-    if cfg["force_on_policy_ratio"] or cfg["disable_ppo_ratio"]:  # Q5: c·A never binds, the clip has nothing to clip
+    if cfg["force_on_policy_ratio"] or cfg["disable_ppo_ratio"]:  # Q5: c·A never binds, there is nothing to clip
         for name in ("ratio_clip_c", "ratio_clip_min", "ratio_clip_max"):
             options[name] = cfg.defaults[name]
     if cfg["use_kl_in_reward"] or cfg["reference_policy_kl_penalty"] == 0:
@@ -121,7 +111,7 @@ def policy_config(cfg: ClippedPGLossConfig) -> PolicyLossConfig:
 
 
 def _truncation(cfg: ClippedPGLossConfig) -> dict[str, object]:
-    """The options of the truncation; a bound without a type, as releases before 0.6 have it, clamps from above."""
+    """Read the truncation's options; a bound without a type (releases before 0.6) clamps from above."""
     prefix = "truncated_importance_sampling_"
     kind, high, low = (cfg[prefix + name] for name in ("type", "ratio", "ratio_min"))
     if kind is None and high is None:

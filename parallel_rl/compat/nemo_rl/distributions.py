@@ -32,8 +32,8 @@ TopK = tuple[Tensor, Tensor, "Tensor | None"]
 class DistillationLossFn(LossFunction):
     """KL between a teacher's top-k and the student's, token-mean; see the library's `DistillationLossFn`.
 
-    The teacher is always renormalised inside its top-k; so is the student (Q10: what it gives to other words is invisible)
-    unless zero_outside_topk. The teacher's data stand at the predictor. Without masks it is the plain mean. Metrics: loss,
+    The teacher is renormalised inside its top-k, and so is the student unless zero_outside_topk (Q10: its mass on other words
+    is invisible). The teacher's data stand at the predictor. Without masks it is the plain mean. Metrics: loss,
     num_valid_samples (rows). Every context rank gets the whole loss, as with `LogProbLoss`.
 
     Raises:
@@ -68,17 +68,17 @@ class DistillationLossFn(LossFunction):
         teacher_topk_logprobs: Tensor | None = None,
         H_all: Tensor | None = None,
     ) -> Result:
-        """The loss and its metrics.
+        """Return the loss and its metrics.
 
         Args:
             next_token_logits, ...: the documented call, as for `LogProbLoss`.
-            student_topk_logprobs, teacher_topk_logprobs: [B, S − 1, K] in the present release's call, with H_all [B, S − 1],
-                Σ p·log p of the student over the vocabulary, where zero_outside_topk calls for it.
+            student_topk_logprobs, teacher_topk_logprobs: [B, S − 1, K] in the present call; H_all: [B, S − 1], the student's
+                Σ p·log p over the vocabulary, for zero_outside_topk.
         """
         if data is None or (next_token_logits is None) == (student_topk_logprobs is None):
             raise ValueError("give data, and either next_token_logits or student_topk_logprobs")
         if ("token_mask" in data) != ("sample_mask" in data):
-            checked(data)  # refuses the one that is missing; without both every token counts
+            checked(data)  # refuses the missing one; without both every token counts
         if next_token_logits is not None:
             output = ShardedOutput.of(
                 next_token_logits, vocab_parallel_rank, vocab_parallel_group, context_parallel_group
@@ -89,9 +89,9 @@ class DistillationLossFn(LossFunction):
         return self.from_topk((student_topk_logprobs, teacher_topk_logprobs, H_all), data, global_valid_toks)
 
     def read(self, output: ShardedOutput, data: Data, *, masked: bool) -> TopK:
-        """[B, S − 1, K] log-probs of student and teacher, and Σ p·log p of the student where it is read.
+        """Read [B, S − 1, K] log-probs of student and teacher, and the student's Σ p·log p if needed.
 
-        masked: tokens that the masks of the data leave out are not read, whatever their logits.
+        masked: skip tokens that the data's masks leave out, whatever their logits.
         """
         valid = valid_tokens(data) if masked and "token_mask" in data and "sample_mask" in data else None
         student, entropy = output.topk_logprobs(data, valid, whole=bool(self.cfg["zero_outside_topk"]))
@@ -99,14 +99,14 @@ class DistillationLossFn(LossFunction):
         return student, teacher, None if entropy is None or self.forward_weight == 1 else -entropy
 
     def from_topk(self, topk: TopK, data: Data, toks: Count | None) -> Result:
-        """The loss and its metrics from what `read` gives."""
+        """Return the loss and metrics of what `read` returns."""
         student, teacher, negative_entropy = topk
         if "token_mask" in data and "sample_mask" in data:
             data = checked(data)
             mask = (data["token_mask"][:, 1 : student.shape[1] + 1] != 0) & (data["sample_mask"] != 0)[:, None]
         else:
             mask, toks = torch.ones_like(student[..., 0], dtype=torch.bool), None
-        student = torch.where(mask[..., None], student, 0)  # what is masked stays finite through exp
+        student = torch.where(mask[..., None], student, 0)  # keeps masked values finite through exp
         kl = mixed_kl(torch.where(mask[..., None], teacher, 0), student, self.forward_weight)
         if self.cfg["zero_outside_topk"] and self.forward_weight < 1:
             if negative_entropy is None:
@@ -118,7 +118,7 @@ class DistillationLossFn(LossFunction):
 
 
 class DraftCrossEntropyLossFn(LossFunction):
-    """Cross-entropy of a draft head's logits under the policy's, −Σ_v p·log q, token-mean; the policy is a constant."""
+    """Cross-entropy of a draft head under the policy, −Σ_v p·log q, token-mean; the policy is constant."""
 
     loss_type = LossType.TOKEN_LEVEL
     input_type = LossInputType.DRAFT
@@ -135,10 +135,10 @@ class DraftCrossEntropyLossFn(LossFunction):
         global_valid_seqs: Count | None,
         global_valid_toks: Count,
     ) -> Tensor:
-        """The loss, a scalar without metrics, as in the origin.
+        """Return the loss, without metrics as in the origin.
 
         Args:
-            teacher_logits, student_logits: [B, S, V/tp], of one position in one place. token_mask: [B, S]. data: sample_mask.
+            teacher_logits, student_logits: [B, S, V/tp], of the same positions. token_mask: [B, S]. data: sample_mask.
         """
         mask = (token_mask != 0) & (data["sample_mask"] != 0)[:, None]
         flat, teacher = student_logits.flatten(0, -2), teacher_logits.detach().flatten(0, -2)
@@ -148,10 +148,11 @@ class DraftCrossEntropyLossFn(LossFunction):
 
 
 class MseValueLossFn(LossFunction):
-    """½·scale·mean of (V − R)², or with cliprange of the larger of it and that of V clipped around `values`; no shift.
+    """½·scale·mean of (V − R)²; with cliprange the larger of it and that of V clipped around `values`.
 
-    See the library's `ValueLossFn` (head_position: token). Metrics: its own; values_min and values_max are 0 where nothing is
-    valid, and the packing wrapper with a prepare_fn adds them up (Q8); num_valid_samples is the number of rows.
+    Nothing is shifted. See the library's `ValueLossFn` (head_position: token) and its metrics; values_min and values_max are
+    0 if nothing is valid, and the packing wrapper with a prepare_fn adds them up (Q8); num_valid_samples is the number of
+    rows.
     """
 
     loss_type = LossType.TOKEN_LEVEL
@@ -165,7 +166,7 @@ class MseValueLossFn(LossFunction):
         self.value_loss = ValueLossFn({"cliprange": clip, "head_position": "token"})
 
     def __call__(self, logits: Tensor, data: Data, global_valid_seqs: Count | None, global_valid_toks: Count) -> Result:
-        """The loss and its metrics.
+        """Return the loss and its metrics.
 
         Args:
             logits: [B, S] or [B, S, 1] values. data: returns [B, S], with cliprange values [B, S]; masks.
@@ -175,7 +176,7 @@ class MseValueLossFn(LossFunction):
         names = self.value_loss.requirements.names
         if missing := [name for name in names if name not in data]:
             raise ValueError(f"data lacks the field {missing[0]!r}; this loss needs {', '.join(names)}")
-        # The batch's fields begin at column 1, values have all columns: one more in front keeps them.
+        # The batch's fields begin at column 1, values at 0: pad one in front.
         wide = {**data, "token_mask": torch.nn.functional.pad(data["token_mask"], (1, 0))}
         fields = {name: data[name] for name in names}
         batch = batch_of(values.to(math_dtype(values.dtype)), wide, fields, (None, global_valid_toks))

@@ -1,4 +1,4 @@
-"""NeMo-RL's words for a loss: what it is averaged over, what it reads, what divides a metric, and the fields of its data."""
+"""NeMo-RL's terms for a loss: the unit of its mean, its input, the divisors of metrics, the fields of its data."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 class _Word(enum.Enum):
-    """A member equals the origin's own one of its name and value, so that its code knows our losses by theirs."""
+    """Enumeration whose members equal the origin's of the same name, so its code knows our losses."""
 
     def __eq__(self, other: object) -> bool:
         return (type(self).__name__, self.value) == (type(other).__name__, getattr(other, "value", None))
@@ -20,7 +20,7 @@ class _Word(enum.Enum):
 
 
 class LossType(_Word):
-    """The unit that a loss is averaged over."""
+    """Unit that a loss is averaged over."""
 
     TOKEN_LEVEL = "token_level"
     SEQUENCE_LEVEL = "sequence_level"
@@ -36,7 +36,7 @@ class LossInputType(_Word):
 
 
 class MetricNormalizer(_Word):
-    """Divisor of a metric: global_valid_toks, global_valid_seqs, or nothing (counts, extrema, local means)."""
+    """Divisor of a metric: global_valid_toks, global_valid_seqs, or none (counts, extrema, local means)."""
 
     TOKENS = "tokens"
     SEQUENCES = "sequences"
@@ -44,14 +44,14 @@ class MetricNormalizer(_Word):
 
 
 def normalizers() -> tuple[MetricNormalizer, MetricNormalizer, MetricNormalizer]:
-    """Tokens, sequences, none: NeMo-RL's own members where this process runs it, whose trainer compares them by identity."""
+    """Return tokens, sequences, none: NeMo-RL's members if it is loaded, as it compares by identity."""
     host = sys.modules.get("nemo_rl.algorithms.loss.interfaces")
     tokens, sequences, none = getattr(host, "MetricNormalizer", MetricNormalizer)
     return tokens, sequences, none
 
 
 class LossFunction:
-    """Base of the losses: `loss, metrics = loss_fn(model output, data, global_valid_seqs, global_valid_toks)`."""
+    """Base of the losses: `loss, metrics = loss_fn(output, data, global_valid_seqs, global_valid_toks)`."""
 
     loss_type: LossType
     input_type: LossInputType
@@ -66,13 +66,13 @@ class PreferenceLossDataDict(TypedDict):
 
 
 class DPOLossDataDict(PreferenceLossDataDict):
-    """Data of `DPOLossFn`: reference_policy_logprobs [2P, S] stand at the predictor, column t is of token t + 1."""
+    """Data of `DPOLossFn`; reference_policy_logprobs [2P, S]: column t is of token t + 1."""
 
     reference_policy_logprobs: Tensor
 
 
 class ClippedPGLossDataDict(TypedDict):
-    """Data of `ClippedPGLossFn`: [B, S] and token-aligned, column t describes token t; sample_mask [B]."""
+    """Data of `ClippedPGLossFn`: [B, S], column t is of token t; sample_mask [B]."""
 
     input_ids: Tensor
     advantages: Tensor
@@ -84,7 +84,7 @@ class ClippedPGLossDataDict(TypedDict):
 
 
 class DistillationLossDataDict(TypedDict):
-    """Data of `DistillationLossFn`: teacher_topk_logits and teacher_topk_indices [B, S, K] stand at the predictor."""
+    """Data of `DistillationLossFn`; teacher_topk_logits, teacher_topk_indices: [B, S, K] at the predictor."""
 
     input_ids: Tensor
     input_lengths: Tensor

@@ -27,15 +27,15 @@ _LEAST, _MOST = ("probs_ratio_min", "probs_ratio_clamped_min"), ("probs_ratio_ma
 
 
 class SequencePackingLossWrapper:
-    """A loss on packed logits [1, T/cp, V/tp] with unpacked data [B, S], in the documented form or the present release's.
+    """Loss on packed logits [1, T/cp, V/tp] and unpacked data [B, S], in the documented or present form.
 
-    Documented: `SequencePackingLossWrapper(loss_fn, cu_seqlens_q, cu_seqlens_q_padded)`, and groups in the call. The log-probs
-    of the whole row are read at once, and the numbers are those of one call a sequence: what a loss divides by its own rows
-    is of each sequence (Q4). Pairs stay together (Q9: in the origin a row never meets the other one of its pair).
+    Documented: `SequencePackingLossWrapper(loss_fn, cu_seqlens_q, cu_seqlens_q_padded)`, groups in the call. The whole row's
+    log-probs are read at once, with the numbers of one call per sequence: divisors of the call's rows become each sequence's
+    (Q4). Pairs stay together (Q9: the origin separates them).
 
-    Present: with prepare_fn, and groups in the constructor, the loss is called sequence by sequence on what prepare_fn makes
-    of its logits and data; losses and metrics add up, extrema of ratios apart (Q8: those of values add up too). A loss of the
-    caller's own is called so too, without prepare_fn by the documented call.
+    Present: with prepare_fn, groups in the constructor. The loss is called per sequence on prepare_fn's result; losses and
+    metrics add up, but for extrema of ratios (Q8: those of values add up too). The caller's own losses are called so too,
+    without prepare_fn by the documented call.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class SequencePackingLossWrapper:
         vocab_parallel_group: ProcessGroup | None = None,
         context_parallel_group: ProcessGroup | None = None,
     ) -> Result:
-        """The loss and its metrics.
+        """Return the loss and its metrics.
 
         Raises:
             ValueError: bounds that do not fit; without prepare_fn a loss that reads neither log-probs nor a teacher's top-k.
@@ -102,7 +102,6 @@ class SequencePackingLossWrapper:
         return total, metrics
 
     def _one(self, logits: Tensor, data: Data, counts: tuple[Count | None, Count | None], groups: tuple) -> Result:
-        """The loss and metrics of one sequence."""
         if self.prepare_fn is None:
             assert callable(self.loss_fn)
             return self.loss_fn(logits, data, *counts, **_by_name(groups))
@@ -111,7 +110,7 @@ class SequencePackingLossWrapper:
 
 
 class SequencePackingFusionLossWrapper:
-    """A loss on a packed row, called once on what prepare_fn, `prepare_packed_loss_input`, makes of the whole row."""
+    """Loss on a packed row, called once on what prepare_fn (`prepare_packed_loss_input`) makes of it."""
 
     def __init__(
         self,
@@ -130,7 +129,6 @@ class SequencePackingFusionLossWrapper:
     def __call__(
         self, next_token_logits: Tensor, data: Data, global_valid_seqs: Count | None, global_valid_toks: Count | None
     ) -> Result:
-        """The loss and its metrics."""
         bounds = {"cu_seqlens_q": self.cu_seqlens_q, "cu_seqlens_q_padded": self.cu_seqlens_q_padded}
         inputs, data = _prepared(self.prepare_fn, next_token_logits, data, self.loss_fn, self.groups, bounds)
         return _called(self.loss_fn, data, (global_valid_seqs, global_valid_toks), inputs)
@@ -147,7 +145,7 @@ def wrap_loss_fn_with_input_preparation(
     vocab_parallel_group: ProcessGroup | None = None,
     context_parallel_group: ProcessGroup | None = None,
 ) -> Result:
-    """A loss on what prepare_fn makes of logits [B, S/cp, V/tp]."""
+    """Call a loss on what prepare_fn makes of logits [B, S/cp, V/tp]."""
     groups = vocab_parallel_rank, vocab_parallel_group, context_parallel_group
     inputs, data = _prepared(prepare_fn, next_token_logits, data, loss_fn, groups)
     return _called(loss_fn, data, (global_valid_seqs, global_valid_toks), inputs)
@@ -185,7 +183,7 @@ def _has_tokens(x: Tensor) -> bool:
 
 
 def _within(data: Data, bounds: Tensor) -> Data:
-    """The data with token_mask inside the sequences only: what lies beyond a true length is not in the row."""
+    """Clear token_mask beyond the sequences' true lengths, which the row does not hold."""
     lengths = bounds.diff().to(data["token_mask"].device)
     columns = torch.arange(data["token_mask"].shape[1], device=lengths.device)
     if len(lengths) != len(data["token_mask"]):
@@ -194,7 +192,7 @@ def _within(data: Data, bounds: Tensor) -> Data:
 
 
 def _joined(key: str, before: float | Tensor | None, value: float) -> float:
-    """A metric of one more sequence; an infinite extremum is that of a sequence without a token."""
+    """Join a metric with that of one more sequence; an infinite extremum comes from one without a token."""
     if key in _LEAST or key in _MOST:
         join, nothing = (min, math.inf) if key in _LEAST else (max, -math.inf)
         return join(nothing if before is None else float(before), nothing if math.isinf(value) else value)

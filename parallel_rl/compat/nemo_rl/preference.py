@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class NLLLossFn(LogProbLoss):
-    """Negative log-likelihood of the valid tokens, as the present release has it. Metrics: loss, num_unmasked_tokens, ..."""
+    """Negative log-likelihood of the valid tokens by the present call; metrics as of `NLLLoss`."""
 
     loss_type = LossType.TOKEN_LEVEL
 
@@ -44,11 +44,7 @@ class NLLLossFn(LogProbLoss):
         dpo_loss: bool = False,
         dpo_average_log_probs: bool = False,
     ) -> Result:
-        """The loss and its metrics, see `NLLLoss`.
-
-        Args:
-            next_token_logprobs: [B, S − 1].
-        """
+        """Return the loss and its metrics, see `NLLLoss`, from next_token_logprobs [B, S − 1]."""
         data = checked(data)
         if dpo_loss:
             return _nll_of_rows(next_token_logprobs, data, dpo_average_log_probs)
@@ -62,7 +58,7 @@ class NLLLossFn(LogProbLoss):
 
 
 class NLLLoss(NLLLossFn):
-    """Negative log-likelihood of the valid tokens, −Σ mask·log π / global_valid_toks, by the documented call.
+    """NLL of the valid tokens, −Σ mask·log π / global_valid_toks, by the documented call.
 
     Metrics: loss, num_unmasked_tokens, num_valid_samples.
     """
@@ -81,11 +77,11 @@ class NLLLoss(NLLLossFn):
         *,
         next_token_logprobs: Tensor | None = None,
     ) -> Result:
-        """The loss and its metrics, see `LogProbLoss`.
+        """Return the loss and its metrics, see `LogProbLoss`.
 
         Args:
-            dpo_loss: each row's own NLL [B] in place of their mean, and in the metrics; nothing divides it but, with
-                dpo_average_log_probs, the row's number of valid tokens.
+            dpo_loss: return each row's NLL [B] instead of the mean, also in the metrics; undivided, or with
+                dpo_average_log_probs divided by the row's valid tokens.
         """
         data = checked(data)
         groups = vocab_parallel_rank, vocab_parallel_group, context_parallel_group
@@ -97,13 +93,13 @@ class _PairLoss(LossFunction):
     loss_type = LossType.SEQUENCE_LEVEL
 
     def split_output_tensor(self, tensor: Tensor) -> tuple[Tensor, Tensor]:
-        """The chosen and the rejected rows of [2P, ...]: the even ones, the odd ones."""
+        """Split [2P, ...] into chosen (even) and rejected (odd) rows."""
         return tensor[::2], tensor[1::2]
 
     def _pairs(
         self, rewards: Tensor, sample_mask: Tensor, seqs: Count | None, beta: float = 1.0
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Mean of −log σ(β·(r_chosen − r_rejected)), and the other means; a pair counts where its chosen row does."""
+        """Average −log σ(β·(r_chosen − r_rejected)) etc. over pairs; a pair counts if its chosen row does."""
         if rewards.shape != sample_mask.shape:
             raise ValueError(
                 f"rewards {list(rewards.shape)} and sample_mask {list(sample_mask.shape)} must be [2P], one per row"
@@ -126,8 +122,8 @@ class _PairLoss(LossFunction):
 class PreferenceLoss(_PairLoss):
     """Bradley-Terry loss of a reward model, by the documented call; whole on every context rank.
 
-    Metrics: loss, accuracy (ties count as wrong), rewards_chosen_mean, rewards_rejected_mean, num_valid_samples (pairs). A
-    pair whose rows differ in sample_mask counts as its chosen row does.
+    Metrics: loss, accuracy (ties count as wrong), rewards_chosen_mean, rewards_rejected_mean, num_valid_samples (pairs). If a
+    pair's rows differ in sample_mask, the chosen row decides.
     """
 
     input_type = LossInputType.LOGIT
@@ -135,7 +131,7 @@ class PreferenceLoss(_PairLoss):
     def __call__(
         self, rewards: Tensor, data: Data, global_valid_seqs: Count, global_valid_toks: Count | None = None
     ) -> Result:
-        """The loss, a mean over the step's global_valid_seqs / 2 pairs, and its metrics.
+        """Return the loss, a mean over the step's global_valid_seqs / 2 pairs, and its metrics.
 
         Args:
             rewards: [2P] or [2P, 1], chosen even and rejected odd. data: sample_mask [2P].
@@ -150,25 +146,25 @@ class PreferenceLoss(_PairLoss):
 
 
 class PreferenceLossFn(PreferenceLoss):
-    """`PreferenceLoss` by the present release's call: the rewards are its `logits`."""
+    """`PreferenceLoss` by the present call, with the rewards as `logits`."""
 
     def __call__(
         self, logits: Tensor, data: Data, global_valid_seqs: Count, global_valid_toks: Count | None = None
     ) -> Result:
-        """The loss and its metrics, see `PreferenceLoss`."""
+        """Return the loss and its metrics, see `PreferenceLoss`."""
         return super().__call__(logits, data, global_valid_seqs, global_valid_toks)
 
 
 class DPOLossFn(_PairLoss, LogProbLoss):
     """DPO with an NLL on the chosen responses, w_p·L_pref + w_s·L_sft; see the library's `DPOLossFn`.
 
-    `data["reference_policy_logprobs"]` stand at the predictor, column t is of token t + 1. global_valid_toks is not read.
-    Unlike the origin's, it may run in a packing wrapper (Q9: there a row never meets the other one of its pair).
+    In `data["reference_policy_logprobs"]` column t is of token t + 1. global_valid_toks is not read. It may run in a packing
+    wrapper (Q9: the origin's may not, as the wrapper separates pairs).
 
     Metrics: loss, sft_loss, preference_loss, and those of `PreferenceLoss`, the rewards without β.
 
     Args:
-        cfg: see `DPOLossConfig`; β may be 0, sft_average_log_probs without an sft_loss_weight has no effect.
+        cfg: see `DPOLossConfig`; β may be 0, sft_average_log_probs without sft_loss_weight has no effect.
     """
 
     def __init__(self, cfg: DPOLossConfig | Mapping[str, object], use_fused_linear_logprobs: bool = False) -> None:
@@ -177,7 +173,7 @@ class DPOLossFn(_PairLoss, LogProbLoss):
         self.use_fused_linear_logprobs = use_fused_linear_logprobs
 
     def rows(self, data: Data) -> Tensor:
-        """[2P] bool: both rows of a pair of which either counts."""
+        """Return [2P] bool: both rows of a pair if either counts."""
         sample_mask = _paired(data["sample_mask"])
         return (sample_mask[::2] | sample_mask[1::2]).repeat_interleave(2, output_size=len(sample_mask))
 

@@ -24,7 +24,7 @@ LossInput = dict[str, "Tensor | LMHeadInput | None"]
 
 
 class SamplingParams(Protocol):
-    """The sampler's truncation: top_k None or below 1 keeps all, top_p 1 too. Its temperature is in the logits already."""
+    """Truncation of the sampler; top_k None or < 1 and top_p 1 keep all. Logits include the temperature."""
 
     top_k: int | None
     top_p: float
@@ -41,14 +41,14 @@ def prepare_loss_input(
     d2t: Tensor | None = None,
     chunk_size: int | None = None,
 ) -> tuple[LossInput, DataT]:
-    """The keywords of the loss's call from the model's output, and the data.
+    """Return the keywords of the loss's call made from the model's output, and the data.
 
-    A loss on log-probs gets next_token_logprobs [B, S − 1], whole on every context rank; with sampling_params those of the
-    truncated policy, 0 where it does not keep the token (Q7), and the data get curr_logprobs_unfiltered where the loss has a
-    KL. `DistillationLossFn` gets the log-probs of both top-k; other losses the logits. chunk_size has nothing to choose here.
+    Losses on log-probs get next_token_logprobs [B, S − 1], whole on every context rank; with sampling_params those of the
+    truncated policy, 0 for tokens that it drops (Q7), and if the loss has a KL the data get curr_logprobs_unfiltered.
+    `DistillationLossFn` gets both top-k log-probs, other losses the logits. chunk_size has no effect.
 
     Raises:
-        ValueError: shapes that do not match, on all ranks of both groups; a draft head, or d2t, which are not read here.
+        ValueError: shapes that do not match, on all ranks of both groups; a draft head, or d2t, which are not supported.
     """
     if loss_fn.input_type == LossInputType.DRAFT or d2t is not None:
         raise ValueError("a draft head's input is not prepared here: call DraftCrossEntropyLossFn with both logits")
@@ -76,11 +76,7 @@ def prepare_packed_loss_input(
     sampling_params: SamplingParams | None = None,
     chunk_size: int | None = None,
 ) -> tuple[LossInput, DataT]:
-    """`prepare_loss_input` of a packed row [1, T/cp, V/tp] at once, for losses on log-probs.
-
-    Raises:
-        ValueError: another loss; what `prepare_loss_input` raises.
-    """
+    """Prepare a packed row [1, T/cp, V/tp] for losses on log-probs, else raise; see `prepare_loss_input`."""
     if loss_fn.input_type != LossInputType.LOGPROB:
         raise ValueError(
             f"a packed row is prepared at once for losses on log-probs; {type(loss_fn).__name__} reads "

@@ -1,4 +1,4 @@
-"""Inputs of NeMo-RL's losses, made of logits: whole on every context rank, one column a predicted token."""
+"""Inputs of NeMo-RL's losses, made of logits: whole on every context rank, one column per predicted token."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ Data = Mapping[str, Tensor]
 
 @dataclass(frozen=True, eq=False)
 class ShardedOutput:
-    """Logits and where they lie.
+    """Logits and their place.
 
     logits: [B, S'/cp, V/tp] in the zigzag layout, S' ≥ S with the padding of context ranks; packed [1, T/cp, V/tp]; or an
-        `LMHeadInput`.
+    `LMHeadInput`.
     """
 
     logits: Tensor | LMHeadInput
@@ -52,11 +52,7 @@ class ShardedOutput:
         context_group: ProcessGroup | None = None,
         packed: PackedSequences | None = None,
     ) -> ShardedOutput:
-        """The output of a call, a DTensor being its local shard and the group "tp" of its mesh.
-
-        Raises:
-            ValueError: a DTensor over context ranks.
-        """
+        """Wrap a call's output, of a DTensor the local shard and the mesh's "tp"; ValueError for a "cp" > 1."""
         if isinstance(logits, DTensor):
             mesh = logits.device_mesh
             if "cp" in (mesh.mesh_dim_names or ()) and mesh["cp"].size() > 1:
@@ -67,12 +63,11 @@ class ShardedOutput:
         return cls(logits, tensor_rank, tensor_group, context_group, packed)
 
     def next_token_logprobs(self, data: Data, rows: Tensor | None = None, truncation: Truncation = KEEP_ALL) -> Tensor:
-        """[B, S − 1] log-probs of input_ids[:, 1:], differentiable; the gradient sums what the context ranks make of them.
+        """Compute [B, S − 1] log-probs of input_ids[:, 1:]; gradients of all context ranks' uses are summed.
 
         Args:
-            rows: [B] bool; tokens of other rows, and those that token_mask leaves out, are 0, whatever their logits. None reads
-                every token.
-            truncation: of the sampler; a token that it does not keep has −inf.
+            rows: [B] bool; tokens of other rows or outside token_mask are 0, whatever their logits. None: read all tokens.
+            truncation: of the sampler; −inf for a token that it drops.
 
         Raises:
             ValueError: shapes that do not match, an id outside the vocabulary; on all ranks of both groups.
@@ -90,13 +85,10 @@ class ShardedOutput:
         return layout.unshard(stats.logprobs, self.context_group)[:, 1 : data["input_ids"].shape[1]]
 
     def topk_logprobs(self, data: Data, valid: Tensor | None, *, whole: bool) -> tuple[Tensor, Tensor | None]:
-        """[B, S − 1, K] the student's log-probs of teacher_topk_indices, and with `whole` its entropy [B, S − 1].
+        """Compute student log-probs [B, S − 1, K] of teacher_topk_indices, if `whole` also entropy [B, S − 1].
 
-        They are normalised over the vocabulary with `whole`, else inside the K. Logits are read of the tokens that `valid`
-        [B, S] marks; None is all.
-
-        Raises:
-            ValueError: as above; K = 0.
+        They are normalised over the vocabulary if `whole`, else inside the K. Only tokens in `valid` [B, S] are read; None:
+        all. ValueError as above, and for K = 0.
         """
         if isinstance(self.logits, LMHeadInput):
             raise ValueError("distillation reads whole logits; an LMHeadInput has none")
@@ -119,7 +111,7 @@ class ShardedOutput:
         return layout.unshard(found, self.context_group, shift=False)[:, : width - 1], entropy
 
     def _read(self, ids: Tensor, truncation: Truncation) -> tuple[SequenceLayout, VocabShard, Tensor]:
-        """The layout of the logits, this rank's columns, and the ids as wide as the layout."""
+        """Return the logits' layout, this rank's columns, and the ids as wide as the layout."""
         head, logits = split_output(self.logits, self.tensor_group)
         cp, rank = group_size(self.context_group), group_rank(self.context_group)
 

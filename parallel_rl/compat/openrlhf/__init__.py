@@ -1,6 +1,6 @@
-"""OpenRLHF's losses (0.11.2, and those that it has dropped since its article), by its names and arguments.
+"""OpenRLHF's losses (0.11.2, and those dropped since its article), by its names and arguments.
 
-`parallel_rl.compat.openrlhf_article` has the policy and value loss as the article and the releases of its time had them.
+`parallel_rl.compat.openrlhf_article` has the policy and value loss of the article and its time.
 """
 
 from parallel_rl.compat.language import KDLoss, PRMLoss

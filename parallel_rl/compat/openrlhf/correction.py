@@ -24,12 +24,12 @@ _CHOICES = {"level": ("off", "token", "seq"), "mode": ("mask", "clip"), "gating"
 
 @dataclass(frozen=True)
 class Correction:
-    """A statistic of ω = π_old/π_rollout per unit, a token or a row, and what happens to units outside [low, high].
+    """Treatment of units (tokens or rows) whose statistic of ω = π_old/π_rollout is outside [low, high].
 
-    level: the unit; "off" corrects nothing. gating: "ratio" is ω, of a row its geometric mean; "binary_kl" and "tv" are the
+    level: the unit; "off" corrects nothing. gating: "ratio" is ω, of a row its geometric mean; "binary_kl" and "tv" are
     divergences of the two Bernoulli distributions of the sampled token, of a row their mean. mode: "mask" drops units
-    outside, and the others keep their tokens' ω, not clamped; "clip" clamps ω of each token, which also raises a small one to
-    `low` (Q30).
+    outside, and the others keep their tokens' ω unclamped; "clip" clamps each token's ω, and also raises small ones to `low`
+    (Q30).
     """
 
     level: Level = "off"
@@ -65,16 +65,16 @@ class Correction:
 
     @property
     def importance(self) -> ImportanceConfig:
-        """The weight ω in the library's terms; what `filtered` marks under "mask" is dropped apart from it."""
+        """Return ω as the library's importance weight; "mask" is applied apart from it, by `filtered`."""
         if self.mode == "mask" or (self.low <= 0 and self.high == math.inf):
             return ImportanceConfig()
         return ImportanceConfig(mode="tis", low=max(self.low, 0.0), high=self.high)
 
     @torch.no_grad()
     def filtered(self, batch: TokenBatch) -> tuple[Tensor, Tensor]:
-        """[T_local] bool, tokens outside the band or of a row outside it, and the share of the fraction of such units.
+        """Mark [T_local] tokens outside the band, alone or by row; return their fraction's share too.
 
-        A row without a token is no unit (the origin: outside, its statistic being NaN).
+        A row without a token is no unit (the origin: outside, as its statistic is NaN).
         """
         old, rollout = batch["old_logprobs"], batch["rollout_logprobs"]
         statistic = old - rollout if self.gating == "ratio" else _divergence(old, rollout, self.gating)
@@ -89,7 +89,7 @@ class Correction:
 
 
 def _divergence(old: Tensor, rollout: Tensor, gating: Gating) -> Tensor:
-    """Divergence of the Bernoulli distributions of the sampled token, probabilities kept within [1e-6, 1 − 1e-6]."""
+    """Compute a divergence of the sampled token's Bernoullis, probabilities within [1e-6, 1 − 1e-6]."""
     p, q = (x.exp().clamp(1e-6, 1 - 1e-6) for x in (rollout, old))
     if gating == "tv":
         return (p - q).abs()

@@ -18,11 +18,11 @@ if TYPE_CHECKING:
 
 
 class GPTLMLoss(nn.Module):
-    """Next-token cross-entropy, a mean over the labels that are not −100; no such label gives 0 (the origin: NaN).
+    """Next-token cross-entropy, a mean over labels that are not −100; without any, 0 (the origin: NaN).
 
-    With `ring_attn_group`, whose ranks hold equal contiguous parts of the sequence, it is the mean over ranks of their own
-    means, each without the target behind its part (Q34); `labels` is then whole on every rank, and every rank gets the same
-    value, with the gradient of its own part. With `context_parallel_group` nothing is lost: see `next_token_loss`.
+    With `ring_attn_group`, whose ranks hold equal contiguous parts of the sequence, it is the mean of the ranks' own means,
+    each without the target behind its part (Q34); `labels` are whole on every rank, and each gets the same value, with the
+    gradient of its own part. With `context_parallel_group` nothing is lost: see `next_token_loss`.
     """
 
     def __init__(self, ring_attn_group: ProcessGroup | None = None) -> None:
@@ -40,15 +40,7 @@ class GPTLMLoss(nn.Module):
         context_parallel_group: ProcessGroup | None = None,
         cp_layout: CPLayout = "zigzag",
     ) -> Tensor:
-        """The loss, a scalar; with `global_valid_toks` (`count_valid` of the labels' mask) this rank's share.
-
-        Args:
-            logits: [..., S/cp, V/tp]. labels: [..., S/cp] token ids aligned with the logits; −100 is ignored.
-            cp_layout: how the sequence is cut over `context_parallel_group`.
-
-        Raises:
-            ValueError: the keywords of a context-parallel share together with a ring.
-        """
+        """Return the loss as `compat.language.GPTLMLoss`; with a ring, ValueError for the keywords of a share."""
         ring = self.ring_attn_group
         if ring is None:
             return next_token_loss(

@@ -20,12 +20,12 @@ Totals = tuple[float, "Count | None", "Count | None"]
 
 
 def mode_of(token_level_loss: bool) -> Aggregation:
-    """Mean over tokens, or over rows of their means."""
+    """Return the mean over tokens, or over rows of their means."""
     return "token-mean" if token_level_loss else "seq-mean-token-mean"
 
 
 def with_totals(batch: TokenBatch, totals: Totals, token_level_loss: bool, step: Step) -> tuple[TokenBatch, float]:
-    """The batch with the origin's counts of the step where its call gives them, and the factor on its loss."""
+    """Return the batch with the step's counts from the origin's call, if given, and the loss's factor."""
     dp_size, tokens, sequences = totals
     total = tokens if token_level_loss else sequences
     if total is None:
@@ -58,12 +58,12 @@ def aggregate_loss(
     global_valid_toks: Count | None = None,
     context_parallel_group: ProcessGroup | None = None,
 ) -> Tensor:
-    """A mean over tokens, or over the rows that have any of their means over tokens; 0 of none.
+    """Average over tokens, or over non-empty rows the means over their tokens; 0 of none.
 
     Args:
-        loss, loss_mask: [B, A/cp]; a mask of None is all tokens.
-        batch_num_tokens, global_batch_size: counts of the step; the mean over them is multiplied by `dp_size`, which undoes the
-            average of gradients over data ranks.
+        loss, loss_mask: [B, A/cp]; a mask of None: all tokens.
+        batch_num_tokens, global_batch_size: counts of the step; the mean over them is multiplied by `dp_size`, which undoes
+            the average of gradients over data ranks.
         global_valid_seqs, global_valid_toks: the same counts (of rows with a token) for a share without that factor.
     """
     step = Step(global_valid_seqs, global_valid_toks, context_parallel_group)
@@ -72,7 +72,7 @@ def aggregate_loss(
 
 
 class SFTLoss(nn.Module):
-    """Negative log-likelihood, aggregated as `aggregate_loss` does."""
+    """Negative log-likelihood, aggregated by `aggregate_loss`."""
 
     def __init__(self, token_level_loss: bool = True) -> None:
         super().__init__()
@@ -90,7 +90,7 @@ class SFTLoss(nn.Module):
         global_valid_toks: Count | None = None,
         context_parallel_group: ProcessGroup | None = None,
     ) -> Tensor:
-        """The loss, a scalar; see `aggregate_loss` for the counts."""
+        """Return the loss; see `aggregate_loss` for the counts."""
         return aggregate_loss(
             -per_token_logps,
             loss_mask,
@@ -105,7 +105,7 @@ class SFTLoss(nn.Module):
 
 
 class ValueLoss(nn.Module):
-    """½·(V − R)², with `clip_eps` the larger of it and that of V clipped around V_old; aggregated as `aggregate_loss` does."""
+    """½·(V − R)² by `aggregate_loss`; with `clip_eps` the larger of it and that of V clipped around V_old."""
 
     def __init__(self, clip_eps: float | None = None, token_level_loss: bool = True) -> None:
         super().__init__()
@@ -125,11 +125,7 @@ class ValueLoss(nn.Module):
         global_valid_toks: Count | None = None,
         context_parallel_group: ProcessGroup | None = None,
     ) -> Tensor:
-        """The loss, a scalar; see `aggregate_loss` for the counts.
-
-        Args:
-            values, old_values, returns: [B, A/cp]. action_mask: [B, A/cp], None is all tokens.
-        """
+        """Return the loss of [B, A/cp]; a mask of None: all tokens. See `aggregate_loss` for the counts."""
         step = Step(global_valid_seqs, global_valid_toks, context_parallel_group)
         fields = {"old": old_values, "returns": returns}
         batch = dense_batch(values, action_mask, fields, step, count_empty=False)

@@ -27,12 +27,12 @@ Result = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]
 
 
 class PolicyLoss(nn.Module):
-    """PPO or GSPO, with dual clip and correction of the sampler's mismatch, a mean over tokens or over rows that have any.
+    """PPO or GSPO with dual clip and off-policy correction, a mean over tokens or over non-empty rows.
 
         ppo   ρ = exp(clamp(l − l_old, ±20)), times ω of l_old − l_rollout where is_correction_level is not "off"
         gspo  ρ = exp(mean_t(l − l_old)), with a correction of l − l_rollout; always a mean over rows
 
-    is_correction_mode, is_correction_gating, is_correction_threshold: see `Correction`; of a PPO correction only.
+    is_correction_mode, is_correction_gating, is_correction_threshold: see `Correction`; for PPO's correction only.
 
     Papers: arXiv 1707.06347, 1912.09729 (dual clip), 2507.18071 (GSPO).
     """
@@ -86,14 +86,14 @@ class PolicyLoss(nn.Module):
         global_valid_toks: Count | None = None,
         context_parallel_group: ProcessGroup | None = None,
     ) -> Result:
-        """(loss, clip_ratio, ppo_kl, vllm_kl, is_filter_ratio); with the counts of the step all are shares, which add up.
+        """Return (loss, clip_ratio, ppo_kl, vllm_kl, is_filter_ratio), with the counts of the step as shares.
 
-        clip_ratio: fraction of tokens where the clip holds, without the dual one. ppo_kl, vllm_kl: means of l_old − l and of
-        l_rollout − l_old. is_filter_ratio: fraction of units outside the threshold, tokens or rows that have any. The last
-        two are None without a correction, and for GSPO.
+        clip_ratio: fraction of tokens that are clipped, without the dual clip. ppo_kl, vllm_kl: means of l_old − l and of
+        l_rollout − l_old. is_filter_ratio: fraction of units outside the threshold, tokens or non-empty rows. The last two
+        are None without a correction, and for GSPO.
 
         Args:
-            log_probs, ...: [B, A/cp]. action_mask: [B, A/cp], None is all tokens. dp_size, ...: see `aggregate_loss`.
+            log_probs, ...: [B, A/cp]. action_mask: [B, A/cp], None: all tokens. dp_size, ...: see `aggregate_loss`.
 
         Raises:
             ValueError: a correction without `rollout_log_probs`.
@@ -132,6 +132,6 @@ class PolicyLoss(nn.Module):
             fields["generation_logprobs"] = fields["rollout_logprobs"] = rollout
             if self.correction is None:
                 fields["prev_logprobs"] = rollout
-            elif self.is_correction_mode == "clip":  # an overflowing ω is clamped as well; the library's would be 0
+            elif self.is_correction_mode == "clip":  # an overflowing ω is clamped too; the library's would be 0
                 fields["generation_logprobs"] = torch.maximum(rollout, old - MAX_EXPONENT)
         return dense_batch(logprobs, mask, fields, step, count_empty=False)

@@ -33,11 +33,11 @@ class KeyMapper:
         self.from_trinity_map = {theirs: ours for ours, theirs in to_trinity_map.items()}
 
     def to_trinity(self, key: str) -> str:
-        """Trinity's name of the trainer's `key`; the key itself where there is no other."""
+        """Return Trinity's name of the trainer's `key`, or the key itself."""
         return self.to_trinity_map.get(key, key)
 
     def from_trinity(self, key: str) -> str:
-        """The trainer's name of Trinity's `key`; the key itself where there is no other."""
+        """Return the trainer's name of Trinity's `key`, or the key itself."""
         return self.from_trinity_map.get(key, key)
 
 
@@ -56,9 +56,9 @@ ALL_MAPPERS = {
 
 
 def trinity_call(call: Callable[..., ResultT]) -> Callable[..., ResultT]:
-    """Let `call(self, ..., *, within)` take tensors as keywords by the names of the loss's backend, and drop other keywords.
+    """Let `call` take tensors as keywords by the backend's names, and drop other keywords.
 
-    Those of the step, global_valid_seqs, global_valid_toks, context_parallel_group and statistics, become `within`.
+    global_valid_seqs, global_valid_toks, context_parallel_group and statistics become its `within`.
     """
     known = set(inspect.signature(call).parameters)
 
@@ -80,12 +80,12 @@ def trinity_call(call: Callable[..., ResultT]) -> Callable[..., ResultT]:
 
 
 class PolicyLossFn(ABC):
-    """A policy loss on log-probs [B, T] of responses: `loss, metrics = fn(logprob, ...)`.
+    """Policy loss on log-probs [B, T] of responses: `loss, metrics = fn(logprob, ...)`.
 
-    The tensors come in the order of the call or as keywords, by Trinity's names or by those of `backend`; keywords that the
-    loss does not know are dropped. Beside them every loss takes global_valid_seqs and global_valid_toks, the counts of the
-    whole optimizer step, and context_parallel_group, over which the tokens of each row are spread ([B, T/cp], all tensors
-    cut alike); with the counts a loss that has `collect` needs its reduced result, statistics.
+    Tensors come in the order of the call or as keywords, by Trinity's names or those of `backend`; other keywords are
+    dropped. Every loss also takes global_valid_seqs and global_valid_toks, the counts of the whole optimizer step, and
+    context_parallel_group, which each row's tokens are spread over ([B, T/cp], all tensors cut alike); with the counts a loss
+    with `collect` needs its reduced result, statistics.
 
     Returns:
         The loss and its metrics by the origin's names: a dict of floats; with the counts of the step or a context group a
@@ -93,7 +93,7 @@ class PolicyLossFn(ABC):
     """
 
     __call__: Callable[..., Result]
-    #: default arguments by which Trinity's configs differ from its constructors
+    #: default arguments that differ between Trinity's configs and its constructors
     other_defaults: ClassVar[Mapping[str, object]] = {}
 
     def __init__(self, backend: str = "verl") -> None:
@@ -104,25 +104,21 @@ class PolicyLossFn(ABC):
 
     @property
     def select_keys(self) -> list[str]:
-        """The tensors that the loss reads beside the log-probs, by the backend's names."""
+        """Return the backend's names of the tensors that the loss reads, other than the log-probs."""
         parameters = inspect.signature(type(self).__call__).parameters.values()
         keys = [each.name for each in parameters if each.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD]
         return [self.mapper.from_trinity(key) for key in keys if key not in ("self", "logprob")]
 
     @classmethod
     def default_args(cls) -> dict[str, object]:
-        """Arguments of the constructor where a config gives none: its own defaults, but for `other_defaults`."""
+        """Return the constructor's arguments for a config that gives none: defaults and `other_defaults`."""
         parameters = inspect.signature(cls).parameters.values()
         own = {each.name: each.default for each in parameters if each.name != "backend" and each.default is not None}
         return {**own, **cls.other_defaults}
 
 
 def aggregation(mode: str) -> Aggregation:
-    """The library's mode under which `scaled` gives Trinity's `loss_agg_mode`.
-
-    Raises:
-        ValueError: another mode than token-mean, seq-mean-token-sum, seq-mean-token-mean or seq-mean-token-sum-norm.
-    """
+    """Return the library's mode for which `scaled` gives Trinity's `loss_agg_mode`; refuse unknown ones."""
     modes: dict[str, Aggregation] = {
         "token-mean": "token-mean",
         "seq-mean-token-sum": "seq-mean-token-sum",
@@ -135,7 +131,7 @@ def aggregation(mode: str) -> Aggregation:
 
 
 def scaled(loss: Tensor, batch: TokenBatch, mode: str) -> Tensor:
-    """The share after Trinity's denominator: seq-mean-token-sum-norm divides by the padded width alone (Q40)."""
+    """Apply Trinity's denominator: seq-mean-token-sum-norm divides by the padded width alone (Q40)."""
     if mode != "seq-mean-token-sum-norm":
         return loss
     width = batch.shape[1] * batch.local.layout.cp_size
@@ -143,7 +139,7 @@ def scaled(loss: Tensor, batch: TokenBatch, mode: str) -> Tensor:
 
 
 def reported(metrics: Mapping[str, Metric], step: Step) -> Mapping[str, float | Tensor]:
-    """Floats, with one copy from the device, where the call is all of the step; else the shares."""
+    """Return floats, copied at once, if the call is the whole step; else the shares."""
     if not step.alone or not metrics:
         return Metrics(metrics)
     values = torch.stack([metric.value.detach().double() for metric in metrics.values()])

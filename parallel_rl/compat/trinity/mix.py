@@ -27,8 +27,8 @@ class MixtureLossFn(PolicyLossFn):
 
     The weights w undo the scaling of Trinity's older trainer (Q32): GA/U with GA = ppo_mini_batch_size //
     ppo_micro_batch_size_per_gpu, or with use_dynamic_bsz E/(B·U), E = ppo_mini_batch_size // ngpus_trainer; U =
-    train_batch_size_usual // ngpus_trainer, and w_x likewise with train_batch_size_expert. Each must be at least 1 in the end.
-    With the counts of the step it needs `statistics`, the reduced result of `collect`.
+    train_batch_size_usual // ngpus_trainer, at least 1, and w_x likewise with train_batch_size_expert. With the counts of the
+    step it needs `statistics`, the reduced result of `collect`.
     """
 
     backend: str
@@ -45,7 +45,7 @@ class MixtureLossFn(PolicyLossFn):
     sft_loss_agg_mode: str | None
     grpo_loss_agg_mode: str | None
     enable_phi_function = False
-    #: whether μ is a metric, and those of a side without a row are there too
+    #: whether μ and the metrics of sides without a row are given
     scheduled = False
 
     def __post_init__(self) -> None:
@@ -100,7 +100,7 @@ class MixtureLossFn(PolicyLossFn):
     @torch.no_grad()
     @trinity_call
     def collect(self, logprob: Tensor, action_mask: Tensor, expert_mask: Tensor, *, within: Step) -> Statistics:
-        """This micro-batch's part of the counts of each side of the step; `+` joins micro-batches, then `reduce`."""
+        """Count each side's part of this micro-batch; `+` joins micro-batches, then `reduce`."""
         sums: dict[str, Tensor] = {}
         for side, rows in _rows(expert_mask).items():
             batch = dense_batch(logprob, action_mask, step=Step(context_group=within.context_group), rows=rows)
@@ -113,9 +113,9 @@ class MixtureLossFn(PolicyLossFn):
 
 @dataclass(eq=False, repr=False)
 class MIXPolicyLossFn(MixtureLossFn):
-    """PPO on the policy's rows and SFT on an expert's (`expert_mask` [B] bool), mixed by mu; see `MixtureLossFn`.
+    """PPO on the policy's rows and SFT on an expert's (`expert_mask` [B] bool), see `MixtureLossFn`.
 
-    Metrics: usual/... of `PPOPolicyLossFn`, expert/... of `SFTLossFn` (each only where the side has a row), loss.
+    Metrics: usual/... of `PPOPolicyLossFn`, expert/... of `SFTLossFn` (each only if the side has a row), loss.
 
     Paper: arXiv 2505.17826.
     """
@@ -146,7 +146,6 @@ class MIXPolicyLossFn(MixtureLossFn):
         *,
         within: Step,
     ) -> Result:
-        """The loss and its metrics, see `PolicyLossFn`."""
         return self._mixture(self.mu, logprob, old_logprob, action_mask, advantages, expert_mask, within)
 
     @classmethod
@@ -156,10 +155,10 @@ class MIXPolicyLossFn(MixtureLossFn):
 
 @dataclass(eq=False, repr=False)
 class MIXCHORDPolicyLossFn(MixtureLossFn):
-    """MIX with μ by the step of the optimizer (warm-up to mu_peak, cosine to mu_valley) and SFT-phi on the expert's rows.
+    """MIX with SFT-phi on the expert's rows and μ by the step: warm-up to mu_peak, cosine to mu_valley.
 
-    `step` [B] holds the number of the optimizer step, the same in all rows. A side without a row contributes 0, where the
-    origin is NaN in the seq-mean modes (Q37).
+    `step` [B] holds the number of the optimizer step, the same in all rows. A side without a row contributes 0 (Q37: the
+    origin is NaN in the seq-mean modes).
 
     Metrics: usual/..., expert/..., loss, mu. Paper: CHORD, arXiv 2508.11408.
     """
@@ -201,11 +200,7 @@ class MIXCHORDPolicyLossFn(MixtureLossFn):
         *,
         within: Step,
     ) -> Result:
-        """The loss and its metrics, see `PolicyLossFn`; `step` is read on the host.
-
-        Raises:
-            ValueError: rows of different steps; counts of the step without `statistics`, or the other way round.
-        """
+        """Return the loss and its metrics; ValueError for rows of different steps; `step` is read on the host."""
         if len(step) != len(logprob) or (checks_values(step) and len(step) and not bool((step == step[0]).all())):
             raise ValueError(f"step must hold one number in all {len(logprob)} rows, got {step.tolist()}")
         mu = self.schedule.at(int(step[0])) if len(step) else self.mu_valley
@@ -218,5 +213,5 @@ class MIXCHORDPolicyLossFn(MixtureLossFn):
 
 
 def _rows(expert_mask: Tensor) -> dict[str, Tensor]:
-    """[B] bool of each side."""
+    """Return [B] bool of each side."""
     return {"usual": ~expert_mask.bool(), "expert": expert_mask.bool()}

@@ -18,7 +18,7 @@ from parallel_rl.metrics import Metric
 
 
 class CISPOPolicyLossFn(RatioLossFn):
-    """CISPO, −A·sg[clip(ρ)]·l; with enable_mask_clip the tokens that PPO would clip at the mask ranges are dropped.
+    """CISPO, −A·sg[clip(ρ)]·l; enable_mask_clip drops tokens that PPO would clip at the mask ranges.
 
     Metrics: cispo_loss, ppo_kl, unmasked_frac. Paper: arXiv 2506.13585.
     """
@@ -54,9 +54,9 @@ class CISPOPolicyLossFn(RatioLossFn):
 
 
 class TOPRPolicyLossFn(RatioLossFn):
-    """Tapered off-policy REINFORCE, −sg[α]·A·l with α = clip(ρ, 0, 1) where A ≤ advantage_threshold, else 1.
+    """Tapered off-policy REINFORCE, −sg[α]·A·l, α = clip(ρ, 0, 1) if A ≤ advantage_threshold, else 1.
 
-    ρ is of each token, where the paper's is of the whole response (Q38: the library's `ratio_level: sequence-sum`).
+    ρ is of each token, in the paper of the whole response (Q38: the library's `ratio_level: sequence-sum`).
 
     Metrics: topr_loss, avg_alpha, avg_ratio. Paper: arXiv 2503.14286.
     """
@@ -78,9 +78,10 @@ class TOPRPolicyLossFn(RatioLossFn):
 
 
 class SAPOPolicyLossFn(RatioLossFn):
-    """Soft gate as a constant weight, −A·sg[f(ρ)]·l: not the paper's gradient, it grows with ρ (Q42: the library's `sapo`).
+    """Soft gate as a constant weight, −A·sg[f(ρ)]·l.
 
-    Metrics: sapo_loss, ppo_kl, avg_soft_gate, avg_ratio, pos_adv_frac. Paper: arXiv 2511.20347.
+    Unlike the paper's, its gradient grows with ρ (Q42: the library's `sapo`). Metrics: sapo_loss, ppo_kl, avg_soft_gate,
+    avg_ratio, pos_adv_frac. Paper: arXiv 2511.20347.
     """
 
     def __init__(
@@ -102,7 +103,7 @@ class SAPOPolicyLossFn(RatioLossFn):
 
 
 class sPPOPolicyLossFn(RatioLossFn):
-    """Simple policy optimization, −A·(l − l_old) inside 1/(1 + ε) ≤ ρ ≤ 1 + ε, whatever the sign of A.
+    """Simple policy optimization, −A·(l − l_old) inside 1/(1 + ε) ≤ ρ ≤ 1 + ε, for either sign of A.
 
     Metrics: pg_clipfrac, pg_loss. Paper: arXiv 2108.05828.
     """
@@ -118,7 +119,7 @@ class sPPOPolicyLossFn(RatioLossFn):
 
 
 class ImportanceSamplingLossFn(RatioLossFn):
-    """−A·ρ without a clip; the log-ratio is clamped to ±20 (gradient 0 beyond). Metrics: pg_loss, ratio/mean, approx_kl."""
+    """−A·ρ, log-ratio clamped to ±20 (gradient 0 beyond). Metrics: pg_loss, ratio/mean, approx_kl."""
 
     def __init__(self, backend: str = "verl", loss_agg_mode: str = "token-mean") -> None:
         super().__init__(backend)
@@ -136,9 +137,9 @@ class ImportanceSamplingLossFn(RatioLossFn):
 class RECPolicyLossFn(RatioLossFn):
     """REINFORCE with PPO's pieces by choice: −A'·l·I and a regulariser; ρ constant.
 
-    Without `loss_agg_mode`: a mean over tokens, with clip_mode "gspo-one-side" over sequences of their means. `weight`
-    gspo_importance_sampling goes with every clip_mode (in the origin with gspo-one-side only, Q39). The primes default to 0.4
-    here and to 0.6 and 2 in `default_args` (Q39).
+    There is no `loss_agg_mode`: it is a mean over tokens, with clip_mode "gspo-one-side" over sequences of their means.
+    `weight` gspo_importance_sampling goes with every clip_mode (in the origin with gspo-one-side only, Q39). The primes
+    default to 0.4, in `default_args` to 0.6 and 2 (Q39).
 
     Metrics: pg_clipfrac, pg_loss. Paper: arXiv 2509.24203.
     """

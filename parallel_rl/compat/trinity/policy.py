@@ -1,4 +1,4 @@
-"""Trinity-RFT's policy-gradient losses PPO, GSPO and OPMD, and what those on the ratio to the old policy share."""
+"""Trinity-RFT's policy-gradient losses PPO, GSPO and OPMD, and the base of losses on the ratio to the old policy."""
 
 from __future__ import annotations
 
@@ -22,11 +22,7 @@ from parallel_rl.metrics import Metric
 
 
 def clip_bounds(clip_range: float | None, low: float | None, high: float | None) -> tuple[float, float]:
-    """The lower and upper clip range; `clip_range` stands in for either.
-
-    Raises:
-        ValueError: neither is given.
-    """
+    """Return the lower and upper clip range, each `clip_range` if None; ValueError without either."""
     low, high = clip_range if low is None else low, clip_range if high is None else high
     if low is None or high is None:
         raise ValueError(f"clip_range_low = {low} and clip_range_high = {high}: give both, or clip_range for both")
@@ -34,7 +30,7 @@ def clip_bounds(clip_range: float | None, low: float | None, high: float | None)
 
 
 class RatioLossFn(PolicyLossFn):
-    """A policy loss with the call of most: log-probs, old log-probs, mask and advantages, all [B, T]."""
+    """Policy loss with the usual call: log-probs, old log-probs, mask and advantages, all [B, T]."""
 
     loss_fn: LibraryLoss
     loss_agg_mode: str
@@ -43,13 +39,12 @@ class RatioLossFn(PolicyLossFn):
     def __call__(
         self, logprob: Tensor, old_logprob: Tensor, action_mask: Tensor, advantages: Tensor, *, within: Step
     ) -> Result:
-        """The loss and its metrics, see `PolicyLossFn`."""
         fields = {"prev_logprobs": old_logprob, "generation_logprobs": logprob.detach(), "advantages": advantages}
         loss, metrics = self.share(dense_batch(logprob, action_mask, fields, within))
         return loss, reported(metrics, within)
 
     def share(self, batch: TokenBatch) -> tuple[Tensor, dict[str, Metric]]:
-        """The share of the loss of a batch with the fields of the call, and its metrics."""
+        """Compute the share of the loss of a batch with the fields of the call, and its metrics."""
         shares = self.loss_fn.shares(batch)
         loss = scaled(share_of(shares.loss, None), batch, self.loss_agg_mode)
         with torch.no_grad():
@@ -57,18 +52,18 @@ class RatioLossFn(PolicyLossFn):
 
     @abstractmethod
     def _metrics(self, batch: TokenBatch, terms: PolicyTerms, loss: Metric) -> dict[str, Metric]:
-        """The metrics by the origin's names."""
+        """Return the metrics by the origin's names."""
 
 
 class PPOPolicyLossFn(RatioLossFn):
-    """Clipped surrogate with a dual clip that is always on; the log-ratio is clamped to ±20 (gradient 0 beyond).
+    """Clipped surrogate, always with a dual clip; the log-ratio is clamped to ±20 (gradient 0 beyond).
 
     clip_range stands in for clip_range_low and clip_range_high. clip_ratio_c: of the dual clip, > 1. enable_sequence_masking:
-    tokens with A < 0 carry no loss where the sequence's mean of l_old − l exceeds delta_sequence_masking.
-    fallback_to_policy_gradient: the ratio is 1 with its gradient, old_logprob is not read.
+    drop tokens with A < 0 if the sequence's mean of l_old − l exceeds delta_sequence_masking. fallback_to_policy_gradient:
+    the ratio is 1 with its gradient, old_logprob is not read.
 
-    Metrics: pg_clipfrac, pg_clipfrac_lower, ppo_kl, pg_loss; with masking seq_mask/masked_tokens (which counts padding where
-    A < 0 too) and seq_mask/mean_sequence_kl.
+    Metrics: pg_clipfrac, pg_clipfrac_lower, ppo_kl, pg_loss; with masking seq_mask/masked_tokens (also counts padding with A
+    < 0) and seq_mask/mean_sequence_kl.
 
     Papers: arXiv 1707.06347, 1912.09729, 2512.02556.
     """
@@ -128,13 +123,11 @@ class PPOPolicyLossFn(RatioLossFn):
 
 
 class GSPOLossFn(RatioLossFn):
-    """GSPO-token: the sequence's geometric mean ratio with each token's own gradient, clipped; no dual clip.
+    """GSPO-token: the sequence's geometric mean ratio, gradient per token, clipped; no dual clip.
 
-    Trinity's trainer overrides this loss_agg_mode by its global one, token-mean by default (Q35); here it is what is given.
+    Trinity's trainer overrides this loss_agg_mode by its global one, token-mean by default (Q35); here it holds.
 
-    Metrics: pg_clipfrac, ppo_kl, pg_loss, ppo_kl_seq (a mean over all rows, those without a token too).
-
-    Paper: arXiv 2507.18071.
+    Metrics: pg_clipfrac, ppo_kl, pg_loss, ppo_kl_seq (a mean over all rows, also empty ones). Paper: arXiv 2507.18071.
     """
 
     other_defaults: ClassVar = {"clip_range_low": 0.0003, "clip_range_high": 0.0004}
@@ -167,7 +160,10 @@ class GSPOLossFn(RatioLossFn):
 
 
 class OPMDPolicyLossFn(PolicyLossFn):
-    """Online policy mirror descent, −A·l / (1 + τ). Metrics: opmd_loss. Papers: arXiv 2505.17826 (appendix A), 2509.24203."""
+    """Online policy mirror descent, −A·l / (1 + τ).
+
+    Metrics: opmd_loss. Papers: arXiv 2505.17826 (appendix A), 2509.24203.
+    """
 
     def __init__(self, backend: str = "verl", tau: float = 1.0, loss_agg_mode: str = "token-mean") -> None:
         super().__init__(backend)
@@ -176,7 +172,6 @@ class OPMDPolicyLossFn(PolicyLossFn):
 
     @trinity_call
     def __call__(self, logprob: Tensor, action_mask: Tensor, advantages: Tensor, *, within: Step) -> Result:
-        """The loss and its metrics, see `PolicyLossFn`."""
         batch = dense_batch(logprob, action_mask, {"advantages": advantages}, within)
         loss = scaled(self.loss_fn.shares(batch).loss, batch, self.loss_agg_mode)
         return loss, reported({"opmd_loss": Metric("share", loss)}, within)

@@ -32,18 +32,17 @@ class SFTLossFn(PolicyLossFn):
 
     @trinity_call
     def __call__(self, logprob: Tensor, action_mask: Tensor, *, within: Step) -> Result:
-        """The loss and its metrics, see `PolicyLossFn`."""
         loss, metrics = self.share(dense_batch(logprob, action_mask, step=within))
         return loss, reported(metrics, within)
 
     def share(self, batch: TokenBatch) -> tuple[Tensor, dict[str, Metric]]:
-        """The share of the loss of a batch, and its metrics."""
+        """Compute the share of the loss of a batch, and its metrics."""
         loss = scaled(self.loss_fn.compute(batch)[0], batch, self.loss_agg_mode)
         return loss, {self.metric_name: Metric("share", loss)}
 
 
 class SFTISLossFn(SFTLossFn):
-    """SFT weighted by the token's own probability, −sg[e^l]·l. Metrics: sft_is_loss. Paper: arXiv 2508.05629."""
+    """SFT weighted by the token's probability, −sg[e^l]·l. Metrics: sft_is_loss. Paper: arXiv 2508.05629."""
 
     metric_name = "sft_is_loss"
 
@@ -54,9 +53,7 @@ class SFTISLossFn(SFTLossFn):
 class SFTPhiLossFn(SFTLossFn):
     """SFT weighted by φ(p) = p·(1 − p), −sg[φ(e^l)]·min(l, log cutoff_prob).
 
-    cutoff_prob: in (0, 1]; a token likelier than it has a value and no gradient. Metrics: sft_phi_loss.
-
-    Paper: CHORD, arXiv 2508.11408.
+    cutoff_prob: in (0, 1]; likelier tokens have no gradient. Metrics: sft_phi_loss. Paper: CHORD, arXiv 2508.11408.
     """
 
     metric_name = "sft_phi_loss"
@@ -70,9 +67,9 @@ class SFTPhiLossFn(SFTLossFn):
 
 
 class DPOLossFn(PolicyLossFn):
-    """DPO (cDPO with label_smoothing) of rows chosen, rejected, chosen, ...; of all pairs as if they were one.
+    """DPO (cDPO with label_smoothing) of rows chosen, rejected, chosen, ...; all pairs act as one.
 
-    The origin sums the log-ratios of all pairs before the sigmoid (Q36), so it is DPO where the step has one pair; the
+    The origin sums the log-ratios of all pairs before the sigmoid (Q36), so it is DPO only for a step of one pair; the
     library's `DPOLossFn` has the mean over pairs. With the counts of the step it needs `statistics`, the reduced result of
     `collect`.
 
@@ -85,11 +82,6 @@ class DPOLossFn(PolicyLossFn):
 
     @trinity_call
     def __call__(self, logprob: Tensor, ref_logprob: Tensor, action_mask: Tensor, *, within: Step) -> Result:
-        """The loss and its metrics, see `PolicyLossFn`.
-
-        Raises:
-            ValueError: counts of the step without `statistics`, or the other way round.
-        """
         step, statistics = within.with_statistics(), within.statistics
         batch = dense_batch(logprob, action_mask, {"ref": ref_logprob}, step)
         chosen, rejected = self._sums(batch)
@@ -113,7 +105,7 @@ class DPOLossFn(PolicyLossFn):
     @torch.no_grad()
     @trinity_call
     def collect(self, logprob: Tensor, ref_logprob: Tensor, action_mask: Tensor, *, within: Step) -> Statistics:
-        """This micro-batch's part of the statistics of the step; `+` joins micro-batches, then `reduce`."""
+        """Collect this micro-batch's part of the step's statistics; `+` joins micro-batches, then `reduce`."""
         batch = dense_batch(logprob, action_mask, {"ref": ref_logprob}, Step(context_group=within.context_group))
         chosen, rejected = self._sums(batch)
         here, one = torch.ones_like(chosen, dtype=torch.bool), torch.ones_like(chosen)
@@ -121,6 +113,6 @@ class DPOLossFn(PolicyLossFn):
         return Statistics({name: sequence_mean(batch, value, here, one).value for name, value in sums.items()})
 
     def _sums(self, batch: TokenBatch) -> tuple[Tensor, Tensor]:
-        """Log-ratios of all chosen, and of all rejected tokens: 0-dim, float64."""
+        """Sum the log-ratios of all chosen, and of all rejected tokens: 0-dim, float64."""
         per_row = response_sum(batch, batch.logprobs - batch["ref"])
         return per_row[::2].sum(), per_row[1::2].sum()
