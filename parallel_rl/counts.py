@@ -218,12 +218,12 @@ def check_masks(*batches: Mapping[str, Tensor]) -> None:
 
 
 def check_mask_dtype(name: str, mask: Tensor) -> None:
-    """Refuse a mask that is complex, or requires a gradient.
+    """Refuse a mask that is complex, of floats of 8 bits, or requires a gradient.
 
     Raises:
         ValueError: it does.
     """
-    if mask.is_complex() or mask.requires_grad:
+    if mask.is_complex() or mask.requires_grad or (mask.is_floating_point() and mask.dtype.itemsize < 2):
         gradient = " that requires a gradient" if mask.requires_grad else ""
         raise ValueError(f"{name} must hold 0 and 1, as bools, integers or floats; got {mask.dtype}{gradient}")
 

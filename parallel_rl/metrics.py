@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import torch
@@ -177,7 +177,15 @@ def _of_rank(metrics: Sequence[Metrics]) -> tuple[list[str], Tensor]:
 
     Both are empty without micro-batches.
     """
-    parts = [_columns(entry) for entry in metrics]
+    if isinstance(metrics, Mapping) or not isinstance(metrics, Iterable):
+        raise ValueError(
+            f"reduce_metrics takes the Metrics of one call, or a list of them; got {type(metrics).__name__}"
+        )
+    entries = list(metrics)
+    wrong = next((type(entry).__name__ for entry in entries if not isinstance(entry, Metrics)), None)
+    if wrong is not None:
+        raise ValueError(f"reduce_metrics takes the Metrics of one call, or a list of them; got a list with {wrong}")
+    parts = [_columns(entry) for entry in entries]
     for part in parts:
         if list(part) != list(parts[0]):
             raise ValueError(f"every micro-batch must report the same metrics: {list(part)} against {list(parts[0])}")

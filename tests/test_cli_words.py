@@ -22,6 +22,8 @@ GRPO = str(CONFIGS / "grpo_arithmetic.yaml")
         (f"check {GRPO} --nproc 4", "--nproc is not an option of `parallel-rl check`; did you mean '--world'?"),
         (f"train {GRPO} --nproc 4", "--nproc is not an option of `parallel-rl train`; torchrun --nproc-per-node N"),
         ("plan --tokns 8", "--tokns is not an option of `parallel-rl plan`; did you mean '--tokens'?"),
+        ("train --bogus 1", "--bogus is not an option of `parallel-rl train`"),
+        ("data --fast", "--fast is not an option of `parallel-rl data`"),
         ("trian", "there is no command 'trian'; did you mean 'train'?"),
         ("xyzzy", "there is no command 'xyzzy'; choose "),
         ("train --recipe nope", "there is no recipe 'nope'; `parallel-rl recipes` lists them"),

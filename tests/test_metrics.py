@@ -78,6 +78,14 @@ def test_metrics_that_do_not_go_together() -> None:
     with pytest.raises(ValueError, match="at least one micro-batch, got an empty list"):
         reduce_metrics([])
     one, other = Metrics({"a": Metric("share", scalar(1))}), Metrics({"b": Metric("share", scalar(1))})
+    for wrong, got in (
+        (dict(one), "dict"),
+        ([[one]], "a list with list"),
+        (None, "NoneType"),
+        ([dict(one)], "a list with dict"),
+    ):
+        with pytest.raises(ValueError, match=f"takes the Metrics of one call, or a list of them; got {got}"):
+            reduce_metrics(wrong)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"the same metrics: \['share b'\] against \['share a'\]"):
         reduce_metrics([one, other])
     with pytest.raises(ValueError, match="must report the same metrics"):

@@ -80,7 +80,8 @@ def _run(arguments: Sequence[str], own_process: bool) -> int:
     options = options_of(commands[known.command])
     try:
         if known.command in _OF_RUNS:
-            check_options(rest, options, known.command)
+            named = bool(rest) and not rest[0].startswith("-")
+            check_options(rest, options, known.command, named or getattr(known, "recipe", "") is not None)
         if hasattr(known, "modules") and getattr(known, "script", None) is None:  # a loop imports what it needs
             known.modules = modules_of_user(known.modules)
             if known.command not in _NEVER_IMPORT:

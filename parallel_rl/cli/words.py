@@ -40,14 +40,14 @@ def options_of(parser: argparse.ArgumentParser) -> list[str]:
     return [name for name in parser._option_string_actions if name.startswith("--")]
 
 
-def check_options(rest: Sequence[str], options: Iterable[str], command: str) -> None:
-    """Refuse an option that is like one of the command's; the config judges all others.
+def check_options(rest: Sequence[str], options: Iterable[str], command: str, has_config: bool) -> None:
+    """Refuse an option that is like one of the command's; the config, if there is one, judges all others.
 
     Raises:
         ValueError: names the option and the nearest one.
     """
     unknown = unknown_option(rest, options, f"parallel-rl {command}", _sections())
-    if "; " in unknown:
+    if "; " in unknown or (unknown and not has_config):
         raise ValueError(unknown)
 
 

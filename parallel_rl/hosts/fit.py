@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from parallel_rl.config.json_text import brief
 from parallel_rl.functional.rec import REC
 from parallel_rl.functional.surrogates import TOPR
 from parallel_rl.losses.core.base import LossFn
@@ -32,7 +33,7 @@ def check_fits(host: str, loss_fn: object, fields: Collection[str], *, entropy: 
         ValueError: such a loss; an argument that is no loss, e.g. its class or a recipe's name.
     """
     if not isinstance(loss_fn, LossFn):
-        got = f"the class {loss_fn.__name__}" if isinstance(loss_fn, type) else repr(loss_fn)
+        got = f"the class {loss_fn.__name__}" if isinstance(loss_fn, type) else brief(loss_fn)
         cure = (
             "build it from its config" if isinstance(loss_fn, type) else "load_recipe gives a recipe's class and config"
         )

@@ -43,7 +43,12 @@ _OPTIONS = (
     Setting("use_tis", False, ("importance",)),
     Setting("tis_clip", 2.0, ("importance.high",)),
     Setting("tis_clip_low", 0.0, ("importance.low",)),
+    Setting("use_unbiased_kl", False, ("kl.gradient",)),
+    Setting("use_opsm", False, ("off_policy_mask",)),
+    Setting("opsm_delta", 1e-4, ("off_policy_mask.delta",)),
 )
+# functions that slime's own policy loss alone calls
+_FUNCTIONS = ("custom_tis_function_path", "custom_pg_loss_reducer_function_path")
 _NAMES = {
     "advantages": "advantages", "prev_logprobs": "log_probs", "generation_logprobs": "rollout_log_probs",
     "reference_policy_logprobs": "ref_log_probs", "returns": "returns",
@@ -90,10 +95,10 @@ def custom_loss(loss_fn: LossFn, groups: ParallelGroups | None = None) -> Loss:
 
     Raises:
         ValueError: a loss that slime cannot feed. In a call: eps_clip, eps_clip_high, eps_clip_c, kl_loss_coef, kl_loss_type,
-            entropy_coef, use_tis, tis_clip or tis_clip_low differs from the loss's own options (slime's defaults pass); an
-            aggregation at odds with calculate_per_token_loss; contiguous context ranks (allgather_cp); several samples of one
-            rollout, for a loss without `token_weights` or with another aggregation than seq-mean-token-mean; a replay of the
-            sampler's top-p.
+            entropy_coef, use_tis, tis_clip, tis_clip_low, use_unbiased_kl, use_opsm or opsm_delta differs from the loss's own
+            options (slime's defaults pass), or slime's own policy loss has a function; an aggregation at odds with
+            calculate_per_token_loss; contiguous context ranks (allgather_cp); several samples of one rollout, for a loss
+            without `token_weights` or with another aggregation than seq-mean-token-mean; a replay of the sampler's top-p.
     """
     check_fits("slime", loss_fn, tuple(_NAMES), entropy=True)
     unit, loss_name = unit_of(loss_fn), type(loss_fn).__name__
@@ -188,13 +193,20 @@ def _check_options(args: object, loss_fn: LossFn) -> None:
     check_settings("slime", loss_fn, args, _SETTINGS)
     options = loss_fn.policy
     weighted = options.importance is not None and bool(read_setting(args, "use_tis"))
-    read = {"kl_loss_type": options.kl is not None, "tis_clip": weighted, "tis_clip_low": weighted}
+    masked = options.off_policy_mask is not None and bool(read_setting(args, "use_opsm"))
+    read = dict.fromkeys(("kl_loss_type", "use_unbiased_kl"), options.kl is not None)
+    read |= {"tis_clip": weighted, "tis_clip_low": weighted, "opsm_delta": masked}
     for key, default, (name,) in _OPTIONS:
         value, own = read_setting(args, key), read_setting(options, name)
-        own = own is not None if key == "use_tis" else default if own is None else own
-        if value and read.get(key, True) and value not in (own, default):
+        same = own == "old" if key == "use_unbiased_kl" else own is not None if default is False else value == own
+        if value and read.get(key, True) and value != default and not same:
             raise ValueError(
                 f"{key} = {value!r}, but the loss has {name} = {own!r}; give the loss what slime's own would have"
+            )
+    for key in _FUNCTIONS:
+        if read_setting(args, key):
+            raise ValueError(
+                f"{key} = {read_setting(args, key)!r} is called by slime's own policy loss alone; leave it out"
             )
 
 

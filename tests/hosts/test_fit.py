@@ -38,9 +38,13 @@ OTHERWISE: list[tuple[str, dict, dict, str]] = [
     ("skyrl", PPO, {"use_tis": True}, "use_tis = True is applied by SkyRL's own losses alone"),
     ("slime", PPO, {"eps_clip": 0.25}, "eps_clip = 0.25, but .* clip_low = 0.1; .* slime's"),
     ("slime", PPO, {"eps_clip_c": 3.0}, "eps_clip_c = 3.0, but .* dual_clip = 5.0"),
-    ("slime", PPO, {"use_kl_loss": True, "kl_loss_coef": 0.01}, "kl_loss_coef = 0.01, but the loss has kl.coefficient = 0.0"),
+    ("slime", PPO, {"use_kl_loss": True, "kl_loss_coef": 0.01}, "kl_loss_coef = 0.01, but the loss has kl.coefficient = None"),
+    ("slime", {**PPO, "kl": {"coefficient": 0.1, "estimator": "k1"}}, {"use_unbiased_kl": True}, "the loss has kl.gradient = "),
+    ("slime", PPO, {"use_opsm": True}, "use_opsm = True, but the loss has off_policy_mask = None"),
+    ("slime", {**PPO, "off_policy_mask": {"delta": 0.1}}, {"use_opsm": True, "opsm_delta": 0.2}, "opsm_delta = 0.2, but"),
+    ("slime", PPO, {"custom_tis_function_path": "a.b"}, "custom_tis_function_path = 'a.b' is called by slime's own"),
     ("slime", PPO, {"entropy_coef": 0.01}, "entropy_coef = 0.01, but the loss has entropy_bonus = 0.0"),
-    ("slime", PPO, {"use_tis": True}, "use_tis = True, but the loss has importance = False"),
+    ("slime", PPO, {"use_tis": True}, "use_tis = True, but the loss has importance = None"),
     ("slime", {**PPO, "kl": {"coefficient": 0.1, "estimator": "k3"}}, {"kl_loss_type": "k2"}, "kl.estimator = 'k3'"),
     ("slime", {**PPO, "importance": TIS}, {"use_tis": True, "tis_clip": 3.0}, "tis_clip = 3.0, but .* importance.high = 5.0"),
     ("slime", {**PPO, "importance": TIS}, {"use_tis": True, "tis_clip_low": 0.1}, "tis_clip_low = 0.1, but .* importance.low"),
@@ -57,6 +61,11 @@ ALIKE: list[tuple[str, dict, dict]] = [
     ("skyrl", CISPO, {"eps_clip_low": 0.3}),
     ("slime", {**PPO, "entropy_bonus": 0.01}, {"eps_clip": 0.1, "eps_clip_high": 0.3, "entropy_coef": 0.01}),
     ("slime", {**PPO, "importance": {}}, {"use_tis": True, "kl_loss_coef": 0.0}),
+    (
+        "slime",
+        {**PPO, "off_policy_mask": {"delta": 0.1}},
+        {"use_opsm": True, "opsm_delta": 0.1, "use_unbiased_kl": True},
+    ),
     ("slime", {**PPO, "importance": TIS}, {"use_tis": True, "tis_clip": 5.0, "tis_clip_low": 0}),
 ]
 

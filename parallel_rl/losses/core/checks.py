@@ -148,6 +148,8 @@ def check_field(field: Field, value: Tensor) -> None:
     if value.is_complex() or value.is_floating_point() != (field.dtype == "float"):
         wanted = "be floating point" if field.dtype == "float" else "hold integers or bools"
         raise ValueError(f"{field.name} must {wanted}, got {value.dtype}")
+    if value.is_floating_point() and value.dtype.itemsize < 2:
+        raise ValueError(f"{field.name} must have 16 bits or more, got {value.dtype}")
     if value.requires_grad:
         raise ValueError(f"{field.name} requires a gradient, which ends at the data; give {field.name}.detach()")
 

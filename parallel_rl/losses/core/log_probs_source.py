@@ -145,8 +145,8 @@ class LogProbs(Source):
             for x in _tensors(given.data.get(name, ())):
                 check_mask_dtype(name, x)
         check_plain("logprobs", like)
-        if not like.is_floating_point():
-            raise ValueError(f"log-probs must be floating point, got {like.dtype}")
+        if not like.is_floating_point() or like.dtype.itemsize < 2:
+            raise ValueError(f"log-probs must be floating point of 16 bits or more, got {like.dtype}")
         if like.dtype.itemsize < 4:
             warn_of_precision(like.dtype)
         responses = _MASKS[mask]
