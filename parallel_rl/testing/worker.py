@@ -56,7 +56,8 @@ def work(rank: int, connection: Connection, folder: str, first: Task | None = No
             if setting is None:  # once no rank can be inside a handshake with this one any more
                 _forget()
             else:
-                connection.send_bytes(_answer(rank, setting, task))
+                with contextlib.suppress(BrokenPipeError):  # the parent no longer waits; the next read ends this rank
+                    connection.send_bytes(_answer(rank, setting, task))
             del setting, task
 
 

@@ -15,7 +15,7 @@ from parallel_rl.testing.whole_step.ranks import Ranks
 from parallel_rl.testing.whole_step.report import WholeStepReport
 from parallel_rl.testing.whole_step.shrink import VOCABULARY, layers_for
 from parallel_rl.testing.whole_step.subject import StepSubject
-from parallel_rl.testing.whole_step.worlds import BOUNDS, ModelFacts, Worlds, look
+from parallel_rl.testing.whole_step.worlds import ModelFacts, Worlds, look
 
 _MOST_HUNG = 2  # layouts whose time is waited for
 
@@ -46,7 +46,7 @@ def check_subject(
         notes.append(f"the vocabulary stays at {vocabulary}: the provider takes no vocab_size")
     rows: list[Compared] = []
     local: set[bool] = set()  # settings with which micro-batches do not weigh alike: compared with as many of them
-    bound = BOUNDS[worlds.dtype]
+    bound = worlds.bound
     for layout in chosen:
         hung = [row.layout.name for row in rows if row.hung]
         if len(hung) == _MOST_HUNG:
@@ -100,5 +100,6 @@ def _worlds(
             worlds.truth(key)
         except ValueError:
             raise error from None
-        notes.append(f"float32, with a bound of {BOUNDS[torch.float32]:g}: float64 fails with {error}")
+        how = worlds.measure_bound(key)
+        notes.append(f"float32, with a bound of {worlds.bound:.0e}, {how}. float64 fails: {error}")
     return worlds, notes

@@ -28,6 +28,7 @@ from parallel_rl.megatron import (
     wrap_model,
 )
 from parallel_rl.megatron.weights import global_buffers
+from parallel_rl.testing.whole_step.casts import keep_in_float32
 from parallel_rl.testing.whole_step.layouts import StepLayout
 from parallel_rl.testing.whole_step.provider import build_chunks
 from parallel_rl.testing.whole_step.refusals import Inapplicable, refusal
@@ -91,18 +92,20 @@ def run_truth(
     timeout: float,
     tokens: Tensor | None = None,
     seed: int | None = None,
+    single: Sequence[str] = (),
 ) -> Truth:
     """Run the step on one process, from weights that are keyed by name.
 
     Args:
         tokens: [B, S], which alone carry loss; None: all that the rows' masks keep.
         seed: of what the model draws during the step; None: that of the layouts.
+        single: classes of modules that stay in float32.
 
     Raises:
         ValueError: a model without a weight that trains, or a loss that trains none.
     """
     join(layout, timeout)
-    models, config = _models(subject, config, layout, dtype)
+    models, config = _models(subject, config, layout, dtype, single)
     [model] = models
     named = list(global_parameters(models))
     if not any(parameter.requires_grad for _, parameter in named):
@@ -142,7 +145,11 @@ def join(layout: StepLayout, timeout: float) -> None:
 
 
 def _models(
-    subject: StepSubject, config: TransformerConfig, layout: StepLayout, dtype: torch.dtype
+    subject: StepSubject,
+    config: TransformerConfig,
+    layout: StepLayout,
+    dtype: torch.dtype,
+    single: Sequence[str] = (),
 ) -> tuple[list[torch.nn.Module], TransformerConfig]:
     """Build this rank's chunks in `dtype`, wrapped in Megatron's data parallelism, and their config."""
     config = for_layout(config, layout, dtype)
@@ -151,6 +158,7 @@ def _models(
     chunks = build_chunks(subject.provider, config, layout)
     for chunk in chunks:
         chunk.to(device=current_device(), dtype=dtype)
+        keep_in_float32(chunk, single)
         chunk.train()
     if subject.is_script:
         return [wrap_for_script(chunk) for chunk in chunks], chunks[0].config

@@ -20,6 +20,7 @@ from parallel_rl.testing.pool import WorldError, preload
 from parallel_rl.testing.whole_step.compare import NO_ANSWER, Compared, compare
 from parallel_rl.testing.whole_step.layouts import StepLayout
 from parallel_rl.testing.whole_step.parts import joined, token_parts, weigh
+from parallel_rl.testing.whole_step.precision import measure_rounding
 from parallel_rl.testing.whole_step.provider import config_of, stage_refusal
 from parallel_rl.testing.whole_step.ranks import Ranks
 from parallel_rl.testing.whole_step.refusals import Inapplicable, refusal, refused, user_place
@@ -28,7 +29,9 @@ from parallel_rl.testing.whole_step.run import run_layout, run_truth
 from parallel_rl.testing.whole_step.shrink import adds_balance, shrink
 from parallel_rl.testing.whole_step.subject import RankResult, StepSubject, Truth
 
-BOUNDS = {torch.float64: 1e-6, torch.float32: 2e-3}
+BOUND = 1e-6  # of relative errors in float64
+_UNMEASURED = 2e-3  # in float32, where float64 gives no measure of the rounding
+_ROUNDINGS = 20  # of one process that layouts may differ by
 _FOLLOWS = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Timed out waiting")
 _OTHER_SEED = 7919
 _MOST_WEIGHED = 3  # layouts whose gradients are explained by parts
@@ -85,6 +88,7 @@ class Worlds:
     ranks: Ranks
     truths: dict[StepLayout, Truth] = field(default_factory=dict)
     weighed: int = 0
+    bound: float = BOUND
 
     def truth(self, key: StepLayout) -> Truth:
         """Run the step of one process.
@@ -97,19 +101,31 @@ class Worlds:
             self.truths[key] = _alone(self.ranks, _truth, *args)
         return self.truths[key]
 
+    def measure_bound(self, key: StepLayout) -> str:
+        """Derive the bound of float32 from a run in float64 of the parts that allow it; return how."""
+        try:
+            args = self.subject, key, self.layers, self.ranks.timeout
+            rounding, kinds = _alone(self.ranks, _rounding, *args)
+        except ValueError as error:
+            self.bound = _UNMEASURED
+            return f"which is not measured: {error}"
+        self.bound = max(BOUND, _ROUNDINGS * rounding)
+        return f"{_ROUNDINGS} times the rounding beside a run in float64 that keeps {', '.join(kinds)} in float32"
+
     def compared(self, layout: StepLayout, key: StepLayout) -> Compared:
         """Run a layout, and compare it with the one process of `key`."""
-        truth, bound = self.truth(key), BOUNDS[self.dtype]
+        truth = self.truth(key)
         if reason := stage_refusal(self.subject.provider, layout):
             return Compared(layout, error=reason, refused=True)
-        args = self.subject, layout, self.layers, truth, self.dtype, self.ranks.timeout
+        start = replace(truth, gradients={}, after={})  # a vocabulary at full size is large
+        args = self.subject, layout, self.layers, start, self.dtype, self.ranks.timeout
         try:
             results = self.ranks.run(layout.world, _rank, *args)
         except WorldError as error:
             return _failed(layout, error)
         except (ValueError, RuntimeError) as error:
             return Compared(layout, error=describe(error))
-        seen = compare(layout, results, truth, bound)
+        seen = compare(layout, results, truth, self.bound)
         if any(one.unexplained for one in seen.gradients) and not layout.ep > 1 and self.weighed < _MOST_WEIGHED:
             self.weighed += 1
             return self._explained(seen, results, key, truth)
@@ -122,7 +138,7 @@ class Worlds:
         other = _alone(self.ranks, _truth, *args)
         off = sum(float((g - other.gradients[name]).double().square().sum()) for name, g in truth.gradients.items())
         error = math.sqrt(off) / truth.norm
-        if error <= BOUNDS[self.dtype]:
+        if error <= self.bound:
             return ""
         drops = f"; it has {', '.join(truth.dropout[:3])}" if truth.dropout else ""
         return f"another seed changes the gradients of one process by {error:.1e}{drops}"
@@ -166,6 +182,13 @@ def _truth(
 ) -> Truth:
     with _quiet():
         return run_truth(subject, _shrunk(subject, layers), key, dtype, timeout, seed=seed)
+
+
+def _rounding(
+    rank: int, subject: StepSubject, key: StepLayout, layers: int, timeout: float
+) -> tuple[float, tuple[str, ...]]:
+    with _quiet():
+        return measure_rounding(subject, _shrunk(subject, layers), key, timeout)
 
 
 def _parts(

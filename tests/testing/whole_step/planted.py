@@ -144,6 +144,31 @@ def times_tensor_ranks(loss_mask: Tensor, output: Tensor) -> tuple[Tensor, Tenso
     return total * parallel_state.get_tensor_model_parallel_world_size(), tokens, log
 
 
+class SingleScale(torch.nn.Module):
+    """A scale that computes in float32 alone."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(width, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Scale each vector [..., width] by a learned function of it."""
+        return x * (1 + torch.tanh(x.float() @ self.weight))
+
+
+def single_precision(config: TransformerConfig, **stage: Any) -> GPTModel:
+    """A model with modules that refuse float64; each is behind a norm, outside of cut sequences."""
+    model = provider(config, **stage)
+    for layer in model.decoder.layers:
+        layer.input_layernorm.scale = SingleScale(config.hidden_size)
+        layer.input_layernorm.register_forward_hook(_scale_in_single)
+    return model
+
+
+def _scale_in_single(norm: torch.nn.Module, args: object, out: Tensor) -> Tensor:
+    return norm.scale(out)
+
+
 def returns_none(loss_mask: Tensor, output: Tensor) -> None:
     """A callback that forgets to return."""
 

@@ -26,6 +26,15 @@ def test_a_right_model_passes() -> None:
     assert report.ok and [row.error for row in report.rows] == [""] * 4, str(report)
 
 
+def test_a_model_that_refuses_float64_has_a_measured_bound() -> None:
+    """The bound is a multiple of the rounding beside a run in float64 of all other modules."""
+    layouts = [StepLayout(tp=2), StepLayout(cp=2, packed=True), StepLayout(pp=2)]
+    report = check_step(planted.single_precision, dense_config, layouts=layouts)
+    assert report.ok and not any(row.error for row in report.rows), str(report)
+    [note] = [note for note in report.notes if "float64 fails" in note]
+    assert "keeps SingleScale in float32" in note and 1e-6 < report.bound < 5e-4, str(report)
+
+
 @pytest.mark.slow
 def test_a_right_dense_model_passes_on_ten_layouts() -> None:
     """Padded, packed, every parallel axis, recomputation, both settings of calculate_per_token_loss."""

@@ -1,0 +1,52 @@
+"""The rounding of a step in float32, measured against a run in float64 of the parts that allow it."""
+
+from __future__ import annotations
+
+import torch
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from parallel_rl.testing.whole_step.compare import compare
+from parallel_rl.testing.whole_step.layouts import StepLayout
+from parallel_rl.testing.whole_step.run import run_layout, run_truth
+from parallel_rl.testing.whole_step.subject import StepSubject, Truth
+
+_MOST_KINDS = 6  # of modules that are kept in float32
+
+
+def measure_rounding(
+    subject: StepSubject, config: TransformerConfig, layout: StepLayout, timeout: float
+) -> tuple[float, tuple[str, ...]]:
+    """Compare one process in float32 with one in float64; return the largest relative error and the classes kept in float32.
+
+    Raises:
+        Exception: float64 fails outside of a module's forward.
+    """
+    truth, kinds = _run_in_float64(subject, config, layout, timeout)
+    seen = compare(layout, [run_layout(subject, config, layout, truth, torch.float32, timeout)], truth, 0.0)
+    return max(seen.loss, seen.gradient, seen.norm, seen.weights), kinds
+
+
+def _run_in_float64(
+    subject: StepSubject, config: TransformerConfig, layout: StepLayout, timeout: float
+) -> tuple[Truth, tuple[str, ...]]:
+    """Run one process in float64, and keep each class of modules in float32 whose forward refuses it."""
+    kinds: tuple[str, ...] = ()
+    while True:
+        try:
+            return run_truth(subject, config, layout, torch.float64, timeout, single=kinds), kinds
+        except Exception as error:
+            kind = _refusing_kind(error)
+            if not kind or kind in kinds or len(kinds) == _MOST_KINDS:
+                raise
+            kinds = (*kinds, kind)
+
+
+def _refusing_kind(error: Exception) -> str:
+    """Return the class of the innermost module whose forward raised; empty if it is the whole model, or there is none."""
+    kind, trace = "", error.__traceback__
+    while trace is not None:
+        module = trace.tb_frame.f_locals.get("self")
+        if trace.tb_frame.f_code.co_name == "forward" and isinstance(module, torch.nn.Module):
+            kind = "" if hasattr(module, "module") or hasattr(module, "vocab_size") else type(module).__name__
+        trace = trace.tb_next
+    return kind
