@@ -157,7 +157,7 @@ def _tried(loss_fn: LossFn, seqs: int, toks: int, apart: float = 1.0) -> tuple[T
         shape = (2,) if field.per == "sequence" else (2, 3, 1) if field.width else (2, 3)
         floats = -torch.rand(shape, generator=g)  # also fit for a log-prob
         floats = torch.lerp(logprobs, floats, apart) if shape == (2, 3) else floats
-        data[field.name] = floats if field.dtype == "float" else torch.zeros(shape, dtype=torch.int64)
+        data[field.name] = floats if field.dtype in ("float", "label") else torch.zeros(shape, dtype=torch.int64)
     return loss_fn.from_logprobs(
         logprobs,
         data=data,

@@ -52,8 +52,9 @@ class KTOLossFn(LossFn[KTOLossConfig]):
 
     with + and λ_D for desirable rows, − and λ_U for undesirable ones. z₀ and N_labelled are of the whole optimizer step, so
     the loss needs `statistics=` of its `collect`. `data` holds, beside the common fields, reference_policy_logprobs [B, S]
-    and preference_labels [B] float: +1 desirable, −1 undesirable, 0 a mismatched (prompt i, response j) row, which enters
-    z₀ only. A side without rows adds nothing; without KL rows z₀ is 0. Sums over a response run in float64.
+    and preference_labels [B]: +1 desirable, −1 undesirable, 0 a mismatched (prompt i, response j) row, which enters z₀
+    only; or bools, True desirable and False undesirable. A side without rows adds nothing; without KL rows z₀ is 0. Sums
+    over a response run in float64.
 
     Metrics: loss, kl_desirable and kl_undesirable (z₀ of each class), rewards_desirable_mean, rewards_undesirable_mean (D,
     without β), num_desirable, num_undesirable, num_mismatched, overflow_tokens (with an infinite log-ratio: not in D).
@@ -76,7 +77,8 @@ class KTOLossFn(LossFn[KTOLossConfig]):
 
     config_class = KTOLossConfig
     requirements = Requirements(
-        (Field("reference_policy_logprobs"), Field("preference_labels", per="sequence")), collected=True
+        (Field("reference_policy_logprobs"), Field("preference_labels", per="sequence", dtype="label")),
+        collected=True,
     )
 
     def collect_from(self, batch: TokenBatch) -> Statistics:
@@ -128,18 +130,22 @@ class KTOLossFn(LossFn[KTOLossConfig]):
     def check_data(self, data: Mapping[str, Tensor], needs: Requirements) -> None:
         super().check_data(data, needs)
         labels = data["preference_labels"]
+        if labels.dtype == torch.bool:
+            return
         wrong = (labels.abs() != 1) & (labels != 0) & data["sample_mask"].bool()
         if bool(wrong.any()):
             row = int(wrong.nonzero()[0])
             raise ValueError(
                 f"preference_labels = {labels[row].item():g} at [{row}] is not valid; +1 is desirable, -1 undesirable, "
-                f"0 a mismatched row"
+                "0 a mismatched row; of bools True is desirable, False undesirable"
             )
 
 
 def _sides(batch: TokenBatch) -> dict[str, Tensor]:
     """[B] bool each: which rows are of which kind."""
     labels = batch.per_sequence("preference_labels")
+    if batch.local.data["preference_labels"].dtype == torch.bool:
+        labels = torch.where(batch.sequence_mask, 2 * labels.long() - 1, 0)
     return {"desirable": labels > 0, "undesirable": labels < 0, "mismatched": (labels == 0) & batch.sequence_mask}
 
 

@@ -195,5 +195,5 @@ def with_fields(batch: Batch, loss_fn: LossFunction, seed: int = 7) -> Batch:
         shape = (batch.rows,) if field.per == "sequence" else (batch.rows, batch.width)
         shape = (*shape, 4) if field.width else shape
         integers = torch.randint(0, 2, shape, generator=g)
-        data[field.name] = torch.randn(shape, generator=g).double() if field.dtype == "float" else integers
+        data[field.name] = torch.randn(shape, generator=g).double() if field.dtype in ("float", "label") else integers
     return batch._replace(data=data)

@@ -83,6 +83,21 @@ def test_against_a_second_expression(config: dict[str, Any]) -> None:
     torch.testing.assert_close(got.gradient, leaf.grad, rtol=1e-9, atol=1e-14)
 
 
+@pytest.mark.parametrize("baseline", ["mismatched", "opposite-class", "none"])
+def test_bools_are_desirable_and_undesirable(baseline: str) -> None:
+    """A masked row has no side, whatever its label."""
+    logits, data = one_token_rows(POLICY, REFERENCE)
+    signs = torch.tensor([1.0, -1.0, -1.0, 1.0, -1.0, -1.0], dtype=torch.float64)
+    data["sample_mask"] = torch.tensor([1.0, 1, 1, 1, 1, 0])
+    of_signs, of_bools = (
+        step(KTOLossFn({"baseline": baseline}), logits, {**data, "preference_labels": labels})
+        for labels in (signs, signs > 0)
+    )
+    assert of_signs.metrics["num_undesirable"] == 3 and of_signs.loss > 0
+    assert (of_bools.loss, of_bools.metrics) == (of_signs.loss, of_signs.metrics)
+    torch.testing.assert_close(of_bools.gradient, of_signs.gradient, rtol=0, atol=0)
+
+
 def test_the_opposite_class_gives_the_baseline() -> None:
     """Positive means of both classes: each uses the other's."""
     got = golden({"baseline": "opposite-class"}, [1.0, 0.0, 0.0, -1.0, 1.0, -1.0])
@@ -181,7 +196,7 @@ def test_configs_that_do_not_do(config: dict[str, Any], message: str) -> None:
         ),
         (torch.tensor([1.0, -1.0, 1.0, 0.0, 0.0, 0.5]), r"preference_labels = 0.5 at \[5\] is not valid"),
         (torch.tensor([math.nan, -1.0, 1.0, 0.0, 0.0, 1.0]), r"preference_labels is NaN at \[0\], a valid place"),
-        (torch.tensor([1, -1, 1, 0, 0, 1]), "preference_labels must be floating point, got torch.int64"),
+        (torch.tensor([1, -1, 1, 0, 0, 1]), "preference_labels must be floating point or bool, got torch.int64"),
         (torch.ones(6, 1), r"preference_labels has shape \[6, 1\]; .* calls for \[6\]"),
         (None, "data lacks the field 'preference_labels'"),
     ],

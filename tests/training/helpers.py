@@ -115,6 +115,14 @@ def sevens(prompt: str, completion: str, answer: str) -> float:
     return completion.count("7") / max(len(completion), 1)
 
 
+@register_reward("no_zeros")
+def no_zeros(prompt: str, completion: str, answer: str) -> float:
+    """A checker that fails on the answer 00, and gives 1 else."""
+    if answer == "00":
+        raise KeyError(prompt)
+    return 1.0
+
+
 @register_reward("agreeing")
 def agreeing(prompt: str, completion: str, answer: str) -> float:
     """A checker that the samples of a prompt often agree on."""

@@ -145,8 +145,13 @@ def check_field(field: Field, value: Tensor) -> None:
     """Raise ValueError for a field of the wrong dtype, or one that requires a gradient."""
     if field.dtype == "mask":
         return check_mask_dtype(field.name, value)
-    if value.is_complex() or value.is_floating_point() != (field.dtype == "float"):
-        wanted = "be floating point" if field.dtype == "float" else "hold integers or bools"
+    right = value.is_floating_point() != (field.dtype == "integer") or (
+        field.dtype == "label" and value.dtype == torch.bool
+    )
+    if value.is_complex() or not right:
+        wanted = {"float": "be floating point", "label": "be floating point or bool"}.get(
+            field.dtype, "hold integers or bools"
+        )
         raise ValueError(f"{field.name} must {wanted}, got {value.dtype}")
     if value.is_floating_point() and value.dtype.itemsize < 2:
         raise ValueError(f"{field.name} must have 16 bits or more, got {value.dtype}")

@@ -87,5 +87,5 @@ def masked_data(needs: Requirements, rows: int, width: int) -> dict[str, Tensor]
     }
     for field in needs.fields:
         shape = (rows,) if field.per == "sequence" else (rows, width, 1) if field.width else (rows, width)
-        data[field.name] = torch.zeros(shape, dtype=torch.float32 if field.dtype == "float" else torch.int64)
+        data[field.name] = torch.zeros(shape, dtype=torch.float32 if field.dtype in ("float", "label") else torch.int64)
     return data

@@ -26,14 +26,14 @@ class Field:
         name: key of the data.
         per: "token" [B, S], whole on every context rank; "sequence" [B]; "local" in the order of the logits, on this rank
             only, with their two leading dimensions.
-        dtype: "float"; "integer" for integers and bools; "mask" for 0 and 1 of any of these.
+        dtype: "float"; "integer" for integers and bools; "mask" for 0 and 1 of any of these; "label" for floats and bools.
         alignment: column t describes token t ("token"), or token t + 1, which is predicted there ("predictor").
         width: several values a token, [B, S, K].
     """
 
     name: str
     per: Literal["token", "sequence", "local"] = "token"
-    dtype: Literal["float", "integer", "mask"] = "float"
+    dtype: Literal["float", "integer", "mask", "label"] = "float"
     alignment: Alignment = "token"
     width: bool = False
 

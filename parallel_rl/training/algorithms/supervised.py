@@ -6,6 +6,7 @@ import torch
 
 from parallel_rl.experience import Samples
 from parallel_rl.training.batching.micro_batches import local_share, target_rows
+from parallel_rl.training.batching.own_fields import with_own_fields
 from parallel_rl.training.config.algorithms import SupervisedConfig
 from parallel_rl.training.config.fields import STEP_LABELS
 from parallel_rl.training.models.learner import combine_updates
@@ -29,7 +30,9 @@ def example_rows(session: Session, first: int, count: int) -> Samples:
     """This data rank's share of the next `count` demonstrations."""
     mine = local_share(range(first, first + count), session.engine.groups)
     examples = session.data.read(session.data.examples, mine)
-    return target_rows([example.prompt for example in examples], [example.target for example in examples])
+    rows = target_rows([example.prompt for example in examples], [example.target for example in examples])
+    own, engine = [example.own for example in examples], session.engine
+    return with_own_fields(rows, own, engine.config.own_fields("examples"), engine.float_dtype)
 
 
 def _solution_rows(session: Session, config: SupervisedConfig, first: int) -> Samples:

@@ -18,6 +18,7 @@ from parallel_rl.training.config.fields import (
     RECORDED_FIELDS,
     STEP_LABELS,
     check_fields_available,
+    own_fields,
 )
 from parallel_rl.training.config.sections import OptimizerConfig
 from parallel_rl.training.config.server import ServerConfig
@@ -38,7 +39,13 @@ class SupervisedConfig:
 
     def __post_init__(self) -> None:
         at_least(self, steps=1, batch_size=1)
-        check_fields_available(self.loss, {STEP_LABELS: ""})
+        own = () if self.source == "solutions" else own_fields(self.loss)
+        check_fields_available(self.loss, {STEP_LABELS: "", **{field.name: "" for field in own}})
+        if of_tokens := [field.name for field in own if field.per == "token"]:
+            raise ValueError(
+                f"loss.name = {self.loss.name!r} reads {of_tokens[0]!r} of each token, and data.examples hold texts; they give "
+                "one value for each example (sequence_fields)"
+            )
         ids = self.loss.options.get("reward_token_ids")
         if self.source == "solutions" and (not isinstance(ids, list | tuple) or len(ids) != 2):
             raise ValueError(
@@ -189,6 +196,7 @@ class RLConfig:
             OBSERVED,
             *RECORDED_FIELDS,
         )
+        names += tuple(field.name for field in own_fields(self.loss))
         taught = "" if self.teacher is not None else "which rl.teacher gives; it is missing"
         return {**dict.fromkeys(names, ""), "expert_mask": experts, **dict.fromkeys(OF_TEACHER, taught)}
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 
 from parallel_rl.losses.choice import LossConfig
+from parallel_rl.losses.core.requirements import Field
 
 # what rows of pairs can have beside their tokens
 LABELS = "preference_labels"
@@ -17,6 +18,31 @@ OBSERVED = "observation_mask"
 OF_TEACHER = ("teacher_token_logprobs", "teacher_logits")
 # fields that recorded rollouts give, and what their records must then have
 RECORDED_FIELDS = {"run_ids": "run", "segment_ids": "segments"}
+# fields that a trainer or a model gives; others that a loss declares are the user's own, and stand in the records
+_GIVEN = frozenset(
+    {
+        "advantages",
+        "expert_mask",
+        "generation_logprobs",
+        "group_ids",
+        "kept_ids",
+        "prev_logprobs",
+        "preference_margins",
+        "returns",
+        "rewards",
+        "sample_ids",
+        "temperature",
+        "teacher_topk_indices",
+        "teacher_topk_logits",
+        "teacher_logsumexp",
+        "values",
+        OBSERVED,
+        STEP_LABELS,
+        *PREFERENCE_FIELDS,
+        *OF_TEACHER,
+        *RECORDED_FIELDS,
+    }
+)
 # what an estimator may read
 ESTIMATOR_FIELDS = (
     "rewards",
@@ -31,6 +57,14 @@ ESTIMATOR_FIELDS = (
     "greedy_rewards",
     "teacher_token_logprobs",
 )
+
+
+def own_fields(choice: LossConfig) -> tuple[Field, ...]:
+    """Fields that a loss declares and no trainer gives: records have them, one value a token or a sequence."""
+    fields = choice.requirements.fields
+    return tuple(
+        field for field in fields if field.name not in _GIVEN and field.per in ("token", "sequence") and not field.width
+    )
 
 
 def check_fields_available(

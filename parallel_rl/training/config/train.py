@@ -7,8 +7,10 @@ from dataclasses import dataclass, field
 
 from parallel_rl.experience.http_reward import HTTPRewardConfig
 from parallel_rl.experience.rewards import named_reward
+from parallel_rl.losses.core.requirements import Field
 from parallel_rl.training.config.algorithms import DistillationConfig, RLConfig, SupervisedConfig
 from parallel_rl.training.config.data import DataConfig
+from parallel_rl.training.config.fields import own_fields
 from parallel_rl.training.config.model import ModelConfig, check_model_layout
 from parallel_rl.training.config.preference import PreferenceConfig
 from parallel_rl.training.config.run import RunConfig
@@ -96,6 +98,12 @@ class TrainConfig:
             return self.rl.server
         return None if self.distillation is None else self.distillation.server
 
+    def own_fields(self, source: str) -> tuple[Field, ...]:
+        """The user's own fields in the records of a source, for the losses that declare them."""
+        sections = {"examples": (self.warmup, self.sft), "rollouts": (self.rl,)}.get(source, ())
+        fields = {one.name: one for section in sections if section is not None for one in own_fields(section.loss)}
+        return () if getattr(self.data, source) is None else tuple(fields.values())
+
     def policy_version(self, step: int) -> int:
         """Optimizer steps of the policy before step `step` of the main phase."""
         return step if self.rl is None else self.rl.policy_version(step)
@@ -161,12 +169,17 @@ class TrainConfig:
                 raise ValueError(
                     f"rl.{name} = {getattr(rl, name)} has no effect with data.rollouts: nothing is sampled"
                 )
-        for name, key in rl.recorded_fields.items():
+        for name, key in {**rl.recorded_fields, **{one.name: one.name for one in own_fields(rl.loss)}}.items():
             if not recorded:
                 raise ValueError(
                     f"rl.loss.name = {rl.loss.name!r} reads {name!r}, which samples do not have; data.rollouts gives it by "
                     f"the field {key!r} of its records"
                 )
+        if rl.experts and (own := self.own_fields("rollouts")):
+            raise ValueError(
+                f"rl.experts = {rl.experts} is incompatible with rl.loss.name = {rl.loss.name!r}, which reads "
+                f"{own[0].name!r} of data.rollouts; demonstrations do not have it"
+            )
         if recorded and "greedy_rewards" in rl.advantages.needs:
             raise ValueError(
                 f"rl.advantages.name = {rl.advantages.name!r} reads the rewards of greedy answers, which data.rollouts lacks"

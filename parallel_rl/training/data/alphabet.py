@@ -9,7 +9,7 @@ from parallel_rl.agreement import gather_results, raise_on_all_ranks
 from parallel_rl.training.config.data import FIELDS
 from parallel_rl.training.config.tokenizer import AUTO, TokenizerConfig
 from parallel_rl.training.config.train import TrainConfig
-from parallel_rl.training.data.format import pick
+from parallel_rl.training.data.format import pick, without_own
 from parallel_rl.training.data.forms import Forms, find_forms, read_of
 from parallel_rl.training.data.records.check import check
 from parallel_rl.training.data.records.hugging_face import open_in_turn
@@ -32,7 +32,7 @@ def settle_alphabet(config: TrainConfig, files: Mapping[str, Sequence[DataFile]]
     known = set() if given == AUTO else set(given)
     first: dict[str, str] = {}
     open_in_turn([file for group in files.values() for file in group])
-    forms = raise_on_all_ranks(lambda: find_forms(config.data, files))
+    forms = raise_on_all_ranks(lambda: find_forms(config.data, files, config.own_fields))
     for name in FIELDS:
         if name in files:
             for found in _unknown(config, name, files[name], known, forms):
@@ -63,9 +63,11 @@ def _unknown(
 ) -> list[dict[str, str]]:
     """The characters of a source that are not known, each with the first place that a rank saw it in, rank by rank."""
     columns, read = config.data.columns_of(name), read_of(forms, name)
+    own = config.own_fields(name)
     ends = config.data.step_separator if name == "solutions" else ""
 
     def texts(row: Mapping[str, object]) -> str:
+        row = without_own(row, own)
         fields, _ = read(row) if read else pick(row, FIELDS[name], columns)
         return ends + "".join(text for field in _TEXTS for text in _said(fields.get(field)))
 

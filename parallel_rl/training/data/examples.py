@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import final
 
 from parallel_rl.config.json_text import all_finite, all_int64, brief, is_finite, is_int64
+from parallel_rl.losses.core.requirements import Field
 from parallel_rl.training.data.conversations import (
     answers_of,
     asked_text,
@@ -19,8 +20,11 @@ from parallel_rl.training.data.conversations import (
     tools_of,
     without_nulls,
 )
-from parallel_rl.training.data.format import Format, Row, UnfitRecord, field_of, pick, text_of
+from parallel_rl.training.data.format import Format, Row, UnfitRecord, field_of, pick, text_of, without_own
 from parallel_rl.training.tokenizer.protocol import Message, Target
+
+# values of the user's own fields: of the sequence, or of each token
+Own = tuple[float | tuple[float, ...], ...]
 
 _ROLLOUT = ("tokens", "logprobs", "mask", "group", "reward", "advantage", "staleness", "run", "segments")
 
@@ -43,10 +47,11 @@ class Prompt:
 @final
 @dataclass(frozen=True)
 class Example:
-    """A demonstration: the loss is on the target."""
+    """A demonstration: the loss is on the target. `own` are the values of the user's own fields."""
 
     prompt: tuple[int, ...]
     target: Target
+    own: Own = ()
 
 
 @final
@@ -78,6 +83,7 @@ class Rollout:
     policy that drew it lay behind, where that is known. `run` names the trajectory that it is a part of. `segments` are the
     turns of those tokens, numbers that do not decrease, or −1 where the environment wrote a token, which carries no loss.
     `mask` is 1 for those of them that the policy sampled, and 0 for what a tool wrote, which carries no loss.
+    `own` are the values of the user's own fields: numbers of the sequence, or one for each of those tokens.
     """
 
     tokens: tuple[int, ...]
@@ -89,6 +95,7 @@ class Rollout:
     run: int | None = None
     segments: tuple[int, ...] | None = None
     mask: tuple[int, ...] | None = None
+    own: Own = ()
 
 
 def parse_prompt(row: Row, form: Format) -> Prompt:
@@ -121,11 +128,12 @@ def parse_example(row: Row, form: Format) -> Example:
         ValueError: as `parse_prompt`.
     """
     fields, _ = form.fields(row, "examples")
+    own = _own_values(row, form.own)
     if "text" in fields:
         if len(fields) > 1:
             raise ValueError(f"'text' is all of a record; it also has {', '.join(map(repr, fields.keys() - {'text'}))}")
         first, *tokens = form.tokenizer.document(text_of(fields, "text"))
-        return Example((first,), Target(tuple(tokens)))
+        return Example((first,), Target(tuple(tokens)), own)
     asked = conversation(fields, form.system, row)
     if "messages" in fields and "answer" not in fields:
         asked, answers = split_turns(asked, form.mask_history)
@@ -133,7 +141,7 @@ def parse_example(row: Row, form: Format) -> Example:
         answers = answers_of(field_of(fields, "answer", row), "answer", asked)
     _check_weights(answers)
     tools = tools_of(fields)
-    return Example(tuple(form.tokenizer.render(asked, tools)), form.tokenizer.target(asked, answers, tools))
+    return Example(tuple(form.tokenizer.render(asked, tools)), form.tokenizer.target(asked, answers, tools), own)
 
 
 def parse_pair(row: Row, form: Format) -> Pair:
@@ -190,15 +198,16 @@ def _check_weights(answers: Sequence[Message]) -> None:
         raise ValueError("no answer is learned: each has weight 0")
 
 
-def parse_rollout(row: Row, vocab_size: int) -> Rollout:
+def parse_rollout(row: Row, vocab_size: int, own: Sequence[Field] = ()) -> Rollout:
     """{"tokens": [ids], "logprobs": [floats], "group": integer, and "reward" or "advantage": float}.
 
-    Beside them it may have "staleness" and "run", integers, "segments", one integer a log-prob, and "mask", 0 or 1 a log-prob.
+    Beside them it may have "staleness" and "run", integers, "segments", one integer a log-prob, and "mask", 0 or 1 a log-prob;
+    and has `own`, the user's own fields, one number each or one a log-prob.
 
     Raises:
         ValueError: a field that is missing, unknown or malformed.
     """
-    pick(row, _ROLLOUT, {})
+    pick(without_own(row, own), _ROLLOUT, {})
     tokens, logprobs = _numbers(row, "tokens", integer=True), _numbers(row, "logprobs")
     if tokens and not (min(tokens) >= 0 and max(tokens) < vocab_size):
         outside = next(token for token in tokens if not 0 <= token < vocab_size)
@@ -218,7 +227,27 @@ def parse_rollout(row: Row, vocab_size: int) -> Rollout:
     staleness, run = (int(_number(row[key], key, integer=True)) if key in row else None for key in ("staleness", "run"))
     segments = _segments(row, len(logprobs)) if "segments" in row else None
     mask = _mask(row, len(logprobs), segments) if "mask" in row else None
-    return Rollout(tuple(map(int, tokens)), tuple(logprobs), group, reward, advantage, staleness, run, segments, mask)
+    values = _own_values(row, own, len(logprobs))
+    return Rollout(
+        tuple(map(int, tokens)), tuple(logprobs), group, reward, advantage, staleness, run, segments, mask, values
+    )
+
+
+def _own_values(row: Row, fields: Sequence[Field], count: int = 0) -> Own:
+    """The values of the user's own fields, in order: a number of the sequence, or `count` of its tokens."""
+    values: list[float | tuple[float, ...]] = []
+    for declared in fields:
+        name, integer = declared.name, declared.dtype == "integer"
+        if name not in row:
+            raise ValueError(f"the field {name!r} is missing; the loss declares it")
+        if declared.per == "sequence":
+            values.append(_number(row[name], name, integer))
+            continue
+        numbers = _numbers(row, name, integer)
+        if len(numbers) != count:
+            raise ValueError(f"{name!r} has {len(numbers)} values for {count} 'logprobs'; one for each is needed")
+        values.append(tuple(numbers))
+    return tuple(values)
 
 
 def _one_each(row: Row, key: str, count: int) -> tuple[int, ...]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from parallel_rl.config.json_text import brief
 from parallel_rl.config.strict import closest, nearest
+from parallel_rl.losses.core.requirements import Field
 from parallel_rl.training.config.data import FIELDS
 from parallel_rl.training.tokenizer.protocol import Tokenizer
 
@@ -41,6 +42,7 @@ class Format:
         system: the system text of conversations that have none.
         mask_history: of a conversation's answers the last alone is learned.
         convert: from a record of another framework's form to the fields of its source and its other columns.
+        own: the user's own fields.
     """
 
     tokenizer: Tokenizer
@@ -48,6 +50,7 @@ class Format:
     system: str | None = None
     mask_history: bool = False
     convert: Callable[[Row], tuple[Fields, Fields]] | None = None
+    own: tuple[Field, ...] = ()
 
     def fields(self, row: Row, source: str) -> tuple[Fields, Fields]:
         """Read the fields of a record of `source`, and its other columns.
@@ -55,7 +58,14 @@ class Format:
         Raises:
             ValueError: see `pick`; or the record is not of the form that is converted.
         """
+        row = without_own(row, self.own)
         return self.convert(row) if self.convert else pick(row, FIELDS[source], self.columns)
+
+
+def without_own(row: Row, own: Sequence[Field]) -> Row:
+    """Leave out the user's own fields."""
+    names = [field.name for field in own]
+    return {key: value for key, value in row.items() if key not in names} if names else row
 
 
 def pick(row: Row, known: Sequence[str], columns: Mapping[str, str]) -> tuple[dict[str, object], dict[str, object]]:

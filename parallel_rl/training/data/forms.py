@@ -7,10 +7,11 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import partial
 
+from parallel_rl.losses.core.requirements import Field
 from parallel_rl.training.config.data import FIELDS, FORM_NAMES, DataConfig
 from parallel_rl.training.data.conversations import unknown_keys
 from parallel_rl.training.data.conversions import alpaca, dialogues, ranked, renamed, sharegpt, texts_alone, verl
-from parallel_rl.training.data.format import Fields, Row, unread
+from parallel_rl.training.data.format import Fields, Row, unread, without_own
 from parallel_rl.training.data.records.index import DataFile, stretch
 
 
@@ -74,10 +75,20 @@ class RecordForm:
 
 
 Forms = Mapping[str, tuple[RecordForm, str]]
+OwnFields = Callable[[str], Sequence[Field]]
 
 
-def find_forms(config: DataConfig, files: Mapping[str, Sequence[DataFile]]) -> Forms:
+def _no_own(source: str) -> Sequence[Field]:
+    return ()
+
+
+def find_forms(config: DataConfig, files: Mapping[str, Sequence[DataFile]], own: OwnFields = _no_own) -> Forms:
     """Choose the form of each source from its first record, with its description; a source of our own fields has none.
+
+    Args:
+        config: the section `data`.
+        files: of each source.
+        own: the user's own fields of a source; a form has other columns beside them.
 
     Raises:
         ValueError: a first record has the columns of several forms, or none of the sources can have `data.form`.
@@ -92,14 +103,14 @@ def find_forms(config: DataConfig, files: Mapping[str, Sequence[DataFile]]) -> F
         )
     chosen = {}
     for source in sources:
-        row = _first(files[source][0])
+        row = _first(files[source][0], own(source))
         form = None if row is None else _choose(config, source, row, files[source][0])
         if row is not None and form is not None:
             chosen[source] = form, form.describe(row)
     return chosen
 
 
-def left_aside(config: DataConfig, files: Mapping[str, Sequence[DataFile]]) -> dict[str, str]:
+def left_aside(config: DataConfig, files: Mapping[str, Sequence[DataFile]], own: OwnFields = _no_own) -> dict[str, str]:
     """Describe what the first record of each source holds that is not read: columns beside data.columns, keys of messages.
 
     Raises:
@@ -107,7 +118,7 @@ def left_aside(config: DataConfig, files: Mapping[str, Sequence[DataFile]]) -> d
     """
     notes = {}
     for source in FIELDS:
-        row = _first(files[source][0]) if files.get(source) else None
+        row = _first(files[source][0], own(source)) if files.get(source) else None
         if row is None:
             continue
         columns = config.columns_of(source)
@@ -155,15 +166,15 @@ def _choose(config: DataConfig, source: str, row: Row, file: DataFile) -> Record
     )
 
 
-def _first(file: DataFile) -> Row | None:
-    """The first record of a file; None where it has none or is malformed, which the checks name."""
+def _first(file: DataFile, own: Sequence[Field]) -> Row | None:
+    """The first record of a file, without the user's own fields; None if it has none or is malformed, which checks name."""
     step = stretch(file.size)
     try:
         for unit in range(file.units(step)):  # of a map that leaves records out, the first that stays
             index = file.index(0, unit, unit + 1, step)
             index = index[index["count"] > 0]
             if len(index):
-                return file.read(*index[["start", "size", "crc"]][0].item()).row(0)
+                return without_own(file.read(*index[["start", "size", "crc"]][0].item()).row(0), own)
         return None
     except ValueError:
         return None

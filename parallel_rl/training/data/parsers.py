@@ -43,7 +43,14 @@ def parsers(config: TrainConfig, tokenizer: Tokenizer, forms: Forms | None = Non
     """Build the parsers of a run's sources, whose records have the forms of `find_forms`; None: this package's own."""
     data, forms = config.data, forms or {}
     form = {
-        name: Format(tokenizer, data.columns_of(name), data.system, data.mask_history, read_of(forms, name))
+        name: Format(
+            tokenizer,
+            data.columns_of(name),
+            data.system,
+            data.mask_history,
+            read_of(forms, name),
+            config.own_fields(name),
+        )
         for name in FIELDS
     }
     return Parsers(
@@ -53,7 +60,11 @@ def parsers(config: TrainConfig, tokenizer: Tokenizer, forms: Forms | None = Non
         partial(parse_pair, form=form["pairs"]),
         partial(parse_answer, form=form["answers"]),
         _solutions(config, form["solutions"]),
-        partial(parse_rollout, vocab_size=config.model.vocabulary(tokenizer.vocabulary).size),
+        partial(
+            parse_rollout,
+            vocab_size=config.model.vocabulary(tokenizer.vocabulary).size,
+            own=config.own_fields("rollouts"),
+        ),
     )
 
 

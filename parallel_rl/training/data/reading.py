@@ -48,10 +48,11 @@ def read_datasets(
             steps with whole groups.
     """
     open_in_turn([file for group in files.values() for file in group])
-    reader, forms = _Reader(config, files, room), raise_on_all_ranks(lambda: find_forms(config.data, files))
+    reader, own = _Reader(config, files, room), config.own_fields
+    forms = raise_on_all_ranks(lambda: find_forms(config.data, files, own))
     for name, (_, description) in forms.items():
         reader.notes[name].append(description)
-    for name, note in raise_on_all_ranks(lambda: left_aside(config.data, files)).items():
+    for name, note in raise_on_all_ranks(lambda: left_aside(config.data, files, own)).items():
         reader.notes[name].append(note)
     parse = parsers(config, tokenizer, forms)
     held_out, held = reader.held_out(parse.held_out)

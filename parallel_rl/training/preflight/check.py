@@ -68,8 +68,8 @@ def check_first_records(config: TrainConfig, tokenizer: Tokenizer, files: Files)
     Raises:
         ValueError: a malformed line or row, by file and number.
     """
-    parse = parsers(config, tokenizer, find_forms(config.data, files))
-    left_aside(config.data, files)
+    parse = parsers(config, tokenizer, find_forms(config.data, files, config.own_fields))
+    left_aside(config.data, files, config.own_fields)
     for name, data_files in files.items():
         for file in data_files:
             index = file.index(0, 0, 1, stretch(file.size))

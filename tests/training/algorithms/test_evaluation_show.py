@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from parallel_rl.testing.pool import run_world
+from parallel_rl.testing.pool import WorldError, run_world
 from parallel_rl.training.algorithms.shown import ShownSample, shown_text
 from tests.training.helpers import DATA, run, train_rows
 
@@ -47,6 +47,31 @@ def test_samples_of_an_evaluation_are_printed_once_whichever_rank_drew_them(tmp_
         named = dict(line.strip().partition(" ")[::2] for line in texts)
         assert named["prompt"].strip() == prompt["prompt"] and named["answer"].strip() == prompt["answer"]
         assert float(first.split()[-1]) == pytest.approx(len(named.get("completion", "").strip()) / 4)
+
+
+@pytest.mark.parametrize("zeros", [1, 2])
+def test_a_completion_that_cannot_be_scored_counts_as_0(zeros: int, tmp_path: Path) -> None:
+    """... if such ones are at most a tenth; else the run ends."""
+    rows = [{"prompt": f"{10 + n}+{n}=", "answer": "00" if n < zeros else "11"} for n in range(10)]
+    (tmp_path / "held_out.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    given = run(
+        "sft_arithmetic.yaml",
+        run__dir=tmp_path / "run",
+        data__held_out=tmp_path / "held_out.jsonl",
+        model__layers=1,
+        model__hidden=16,
+        parallel="{}",
+        sft="{steps: 1, batch_size: 8, optimizer: {lr: 3e-3}}",
+        evaluation="{samples: 1}",
+        reward="no_zeros",
+    )
+    if zeros > 1:
+        with pytest.raises(WorldError, match=r"KeyError: '10\+0=' \(2 by reward of 10 samples failed, more than"):
+            run_world(1, _screen, given)
+        return
+    [screen] = run_world(1, _screen, given)
+    assert screen.count("warning: a sample failed and is masked: reward 'no_zeros' of sample 0 failed") == 1
+    assert "0.9" in screen and "KeyError: '10+0='" in screen
 
 
 def test_a_text_that_would_steer_the_terminal_is_shown_as_characters() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -9,11 +10,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from parallel_rl import LossFn, Metrics, TokenBatch, register_loss
+from parallel_rl import LossFn, Mean, Metrics, TokenBatch, register_loss, register_objective
 from parallel_rl.losses import NoConfig
 from parallel_rl.metrics import Metric
 from parallel_rl.testing.pool import run_world
-from tests.training.helpers import DATA, cut, run, train_rows
+from parallel_rl.training.config.load import load_config
+from parallel_rl.training.data.datasets import find_data
+from parallel_rl.training.data.reading import read_datasets
+from tests.training.helpers import DATA, LAYOUTS, assert_near, cut, run, train_rows
 
 
 @register_loss("doc_warming")
@@ -66,3 +70,115 @@ def test_a_scheduled_loss_moves_and_its_state_goes_on(objective: str, tmp_path: 
     cut(tmp_path / "whole", tmp_path / "stopped", 2)
     [later] = run_world(1, train_here, run(config, run__dir=tmp_path / "stopped", **small, **options))
     assert later == rows[2:]
+
+
+@register_objective("doc_row_weighted", sequence_fields=("row_weight",))
+def row_weighted(logprobs: Tensor, batch: TokenBatch) -> tuple[Tensor, dict[str, Mean]]:
+    """NLL times a weight of the row."""
+    weight = batch.expand(batch.per_sequence("row_weight"))
+    return -weight * logprobs, {"row_weight": Mean(weight)}
+
+
+@register_objective(
+    "doc_bonus",
+    token_fields=("bonus",),
+    sequence_fields=("row_weight", "row_kind"),
+    integer_fields=("row_kind",),
+)
+def bonus(logprobs: Tensor, batch: TokenBatch) -> tuple[Tensor, dict[str, Mean]]:
+    """NLL times a weight of the token and of rows of kind 1."""
+    weight = batch["bonus"] * batch.expand(batch.per_sequence("row_weight") * (batch.per_sequence("row_kind") == 1))
+    return -weight * logprobs, {"weight": Mean(weight)}
+
+
+def own_run(objective: str, folder: Path, path: Path, **more: object) -> list[str]:
+    small = {"model__hidden": 16, "evaluation": "null", "data__held_out": "null", "run__dtype": "float64"}
+    if objective == "sft":
+        of_loss = {
+            "sft__steps": 2,
+            "sft__batch_size": 8,
+            "sft__loss": "{name: doc_row_weighted}",
+            "data__examples": path,
+        }
+        return run("sft_arithmetic.yaml", run__dir=folder, **{**small, **of_loss, **more})
+    of_loss = {**RUNS["rl"][1], "rl__steps": 2, "rl__loss": "{name: doc_bonus}", "data": f"{{rollouts: {path}}}"}
+    return run("grpo_arithmetic.yaml", run__dir=folder, **{**small, **of_loss, **more})
+
+
+def with_own(source: str, path: Path, weight: float | None = None, **change: object) -> list[float]:
+    """Write records with fields of the user's own; the product of the weights of each."""
+    given, weights = (DATA / f"arithmetic_{source}.jsonl").read_text().splitlines()[:32], []
+    with path.open("w") as file:
+        for number, line in enumerate(given):
+            row = json.loads(line)
+            own: dict[str, object] = {"row_weight": (number % 3) / 2 if weight is None else weight}
+            if source == "rollouts":
+                own |= {"bonus": [1.0 + place for place in range(len(row["logprobs"]))], "row_kind": number % 2}
+            file.write(json.dumps({**row, **own, **change}) + "\n")
+            weights.append(float(str(own["row_weight"])))
+    return weights
+
+
+@pytest.mark.parametrize(("objective", "source"), [("sft", "train"), ("rl", "rollouts")])
+def test_fields_of_the_user_s_own_train_alike_on_every_layout(objective: str, source: str, tmp_path: Path) -> None:
+    """Of each token and of each sequence, padded and packed."""
+    path = tmp_path / "records.jsonl"
+    with_own(source, path)
+    [one] = run_world(1, train_here, own_run(objective, tmp_path / "one", path, parallel="{}", batch__packing="false"))
+    world, parallel, packing = LAYOUTS["TP 2 × CP 2 × SP packed"]
+    more = {"parallel": parallel, "batch__packing": packing}
+    assert_near(run_world(world, train_here, own_run(objective, tmp_path / "many", path, **more))[0], one)
+    measured = "row_weight" if objective == "sft" else "weight"
+    assert len({row[measured] for row in one} - {0, 1}) == 2
+
+
+def test_the_loss_gets_the_values_of_the_records(tmp_path: Path) -> None:
+    """Twice the weight is twice the loss, beside the columns of another framework's form, too."""
+    path, first = tmp_path / "records.jsonl", []
+    for weight in (1.0, 2.0):
+        with_own("train", path, weight)
+        if weight == 2:
+            path.write_text(path.read_text().replace('"answer"', '"completion"'))
+        [rows] = run_world(1, train_here, own_run("sft", tmp_path / str(weight), path, parallel="{}", sft__steps=1))
+        first.append(float(rows[0]["loss"]))
+        assert rows[0]["row_weight"] == weight
+    assert first[1] == pytest.approx(2 * first[0], rel=1e-12) and first[0] > 0
+
+
+@pytest.mark.parametrize(
+    ("source", "change", "message"),
+    [
+        ("train", {"row_weight": "high"}, "line 1: row_weight = 'high' is not valid; a number that is finite"),
+        ("train", {"row_weights": 1.0}, "line 1: unknown field 'row_weights'"),
+        ("rollouts", {"bonus": [1.0] * 99}, "'bonus' has 99 values for . 'logprobs'; one for each"),
+        ("rollouts", {"row_kind": 0.5}, "row_kind = 0.5 is not valid; an integer of 64 bits is needed"),
+    ],
+)
+def test_values_that_do_not_do(source: str, change: dict[str, object], message: str, tmp_path: Path) -> None:
+    path = tmp_path / "records.jsonl"
+    with_own(source, path, **change)
+    given = own_run("sft" if source == "train" else "rl", tmp_path / "run", path)
+    config = load_config(given[0], given[1:])
+    with pytest.raises(ValueError, match=message):
+        read_datasets(config, config.tokenizer.build(), find_data(config.data))
+
+
+def test_where_a_field_of_one_s_own_has_no_place(tmp_path: Path) -> None:
+    path = tmp_path / "records.jsonl"
+    with_own("train", path)
+    given = own_run("sft", tmp_path, DATA / "arithmetic_train.jsonl")
+    config = load_config(given[0], given[1:])
+    with pytest.raises(ValueError, match="the field 'row_weight' is missing; the loss declares it"):
+        read_datasets(config, config.tokenizer.build(), find_data(config.data))
+    for more, message in (
+        ({"sft__loss": "{name: doc_bonus}"}, "reads 'bonus' of each token, and data.examples hold texts"),
+        ({"sft__loss": "{name: policy}"}, "reads 'advantages', which this section does not have"),
+    ):
+        given = own_run("sft", tmp_path, path, **more)
+        with pytest.raises(ValueError, match=message):
+            load_config(given[0], given[1:])
+    sampled = own_run("rl", tmp_path, path, data=f"{{train: {DATA / 'arithmetic_train.jsonl'}}}")
+    with pytest.raises(
+        ValueError, match=r"reads 'bonus', which samples do not have; data.rollouts gives it by the field 'bonus'"
+    ):
+        load_config(sampled[0], sampled[1:])

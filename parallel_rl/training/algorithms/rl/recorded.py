@@ -12,6 +12,7 @@ from torch import Tensor
 from parallel_rl.agreement import raise_on_all_ranks
 from parallel_rl.experience import Experience, padded_samples
 from parallel_rl.training.batching.micro_batches import local_shares, target_rows
+from parallel_rl.training.batching.own_fields import with_own_fields
 from parallel_rl.training.config.algorithms import RLConfig
 from parallel_rl.training.data.datasets import check_cut
 from parallel_rl.training.data.examples import Rollout
@@ -41,6 +42,8 @@ def recorded_experience(session: Session, config: RLConfig, at: TrainProgress) -
     made = Experience.of(samples).with_fields(group_ids=_ids(groups), sample_ids=_ids(ids))
     if "run_ids" in config.recorded_fields:
         made = made.with_fields(run_ids=_ids([record.run or 0 for record in mine]))
+    own = [record.own for record in mine]
+    made = with_own_fields(made, own, engine.config.own_fields("rollouts"), engine.float_dtype)
     if any(record.segments is not None for record in batch):
         made = _with_turns(made, mine)
     if batch[0].reward is None:
