@@ -119,6 +119,7 @@ bench: $(STAMP)  ## the benchmarks, with their figures checked
 	$(BIN)/python -m benchmarks.scaling --check
 	$(BIN)/python -m benchmarks.truncation --check
 	$(BIN)/python -m benchmarks.packing --check
+	$(BIN)/python -m benchmarks.trees --check
 	$(BIN)/python -m benchmarks.data --check
 
 gpu-check: $(STAMP)  ## ten minutes on a machine with a GPU: is it right, where does the time go, does the trainer run

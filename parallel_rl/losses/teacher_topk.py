@@ -11,6 +11,7 @@ from parallel_rl.agreement import raise_on_all_ranks, shape_facts
 from parallel_rl.counts import check_masks, check_zeros_and_ones
 from parallel_rl.groups import check_rank, group_rank, group_size
 from parallel_rl.layout import CPLayout, SequenceLayout, valid_tokens
+from parallel_rl.losses.core.one_row import head_of_tokens, rows_of_tokens
 from parallel_rl.validation import checks_values
 from parallel_rl.vocab.backends.torch_backend import math_dtype
 from parallel_rl.vocab.linear.lm_head import LMHeadInput, split_output
@@ -47,8 +48,8 @@ def teacher_topk(
     (tensor([0, 2]), tensor([3., 2.]))
 
     Args:
-        next_token_logits: of the teacher, [B, S/cp, V/tp], or [1, T/cp, V/tp] with a packed `layout`; or an `LMHeadInput`,
-            without whole logits.
+        next_token_logits: of the teacher, [B, S/cp, V/tp], or [1, T/cp, V/tp] with a `layout` of packed rows or a prefix tree;
+            or an `LMHeadInput`, without whole logits.
         data: input_ids, token_mask [B, S] and sample_mask [B]; masked tokens get 0.
         k: at most `vocab_size`.
         temperature: of the log-sum-exp only.
@@ -81,7 +82,8 @@ def teacher_topk(
             raise ValueError(f"k = {k!r} must be an integer in [1, vocab_size = {shard.vocab_size}]")
         if head is not None:
             head.check(group, vocab_size)
-            head.check_rows(of.shard(valid_tokens(data), fill=False), group)
+            scored = of.shard(valid_tokens(data), fill=False)
+            head.check_rows(scored if of.tree is None else of.tree.rows.any(scored), group)
             chunk_size(head, shard, None)
         return of, shard
 
@@ -99,8 +101,9 @@ def teacher_topk(
         return stats_of_shard(z, torch.zeros_like(places), kept, shard).lse
 
     if head is None:
-        lse = of_rows(logits.flatten(0, -2), torch.arange(len(keep), device=logits.device), None)
+        rows = rows_of_tokens(logits, of).flatten(0, -2)
+        lse = of_rows(rows, torch.arange(len(keep), device=logits.device), None)
     else:
-        lse, _ = row_values(head, keep, shard, of_rows)
+        lse, _ = row_values(head_of_tokens(head, of, group), keep, shard, of_rows)
     fields = {"teacher_topk_logits": best, "teacher_topk_indices": ids, "teacher_logsumexp": lse}
     return {name: of.unshard(x, context) for name, x in fields.items()}

@@ -156,7 +156,8 @@ def tree_batch(
         ValueError: data without input_ids or masks, lengths or a `total` that do not fit.
     """
     context = Context.present(cp_layout)
-    unit = math.lcm(2 * context.size if context.size > 1 else 1, context.size * context.tensor)
+    chunks = 2 * context.size if context.size > 1 else 1
+    unit = math.lcm(chunks, context.size * context.tensor)
     ids = _checked_ids(data)
     if scored is not None and bool((data["token_mask"].bool() & ~scored.to(ids.device).bool()).any()):
         raise ValueError(
@@ -164,12 +165,11 @@ def tree_batch(
         )
     tree = build_tree(
         ids, lengths, alike=[data[name] for name in alike],
-        token_mask=data["token_mask"] if scored is None else scored, multiple_of=unit,
+        token_mask=data["token_mask"] if scored is None else scored, multiple_of=chunks,
     )  # fmt: skip
-    if total is not None:
-        if total % unit:
-            raise ValueError(f"total = {total} must be divisible by {unit}")
-        tree = tree.padded_to(total)
+    if total is not None and total % unit:
+        raise ValueError(f"total = {total} must be divisible by {unit}")
+    tree = tree.padded_to(-(-tree.row_length // unit) * unit if total is None else total)
     home = ids.device if device is None else device
     moved = {name: field.to(home) for name, field in data.items()}
     layout = tree.layout(cp_size=context.size, cp_rank=context.rank, cp_layout=context.layout)

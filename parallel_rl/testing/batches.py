@@ -12,6 +12,7 @@ from parallel_rl.losses.core.base import LossFn
 from parallel_rl.losses.core.call import LossFunction
 from parallel_rl.losses.core.scalar_head import PooledHeadLoss
 from parallel_rl.losses.prm import PRMLossFn
+from parallel_rl.prefix_tree import build_tree
 from parallel_rl.testing.cases import Batch, has_scalar_head
 
 ROWS, WIDTH, VOCAB = 12, 16, 23
@@ -197,3 +198,24 @@ def with_fields(batch: Batch, loss_fn: LossFunction, seed: int = 7) -> Batch:
         integers = torch.randint(0, 2, shape, generator=g)
         data[field.name] = torch.randn(shape, generator=g).double() if field.dtype in ("float", "label") else integers
     return batch._replace(data=data)
+
+
+def with_shared_prefixes(batch: Batch, loss_fn: LossFunction, seed: int = 7) -> Batch:
+    """Let rows begin as earlier ones do: trees of some depth, a row inside another, two equal rows.
+
+    Logits, and fields in their order, are equal where tokens are shared. All other fields differ from row to row.
+    """
+    g = torch.Generator().manual_seed(seed)
+    ids, lengths = batch.data["input_ids"].clone(), batch.lengths
+    for row in range(1, batch.rows):
+        other = int(torch.randint(0, row, (), generator=g))
+        least = min(lengths[row], lengths[other])
+        length = least if row % 5 == 4 else int(torch.randint(least // 2, least + 1, (), generator=g))
+        ids[row, :length] = ids[other, :length]
+    tree = build_tree(ids, torch.tensor(lengths))
+
+    def alike(field: Tensor) -> Tensor:
+        return torch.where(tree.real[..., None], tree.row(field)[tree.where], field)
+
+    of_rows = {name: alike(batch.data[name]) for name in local_names(loss_fn)}
+    return Batch(alike(batch.logits), {**batch.data, "input_ids": ids, **of_rows}, lengths)

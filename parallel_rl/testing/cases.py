@@ -43,7 +43,7 @@ class Subject(Protocol):
 
 
 EVERY_AXIS = frozenset(
-    {"tensor", "context", "contiguous context", "data", "micro-batches", "packing", "padded vocabulary"}
+    {"tensor", "context", "contiguous context", "data", "micro-batches", "packing", "prefix trees", "padded vocabulary"}
 )
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from parallel_rl.losses.core.base import LossFn
 from parallel_rl.testing import faults
 from parallel_rl.testing.alone import Alone, trial_of
-from parallel_rl.testing.batches import make_batch, with_fields
+from parallel_rl.testing.batches import make_batch, with_fields, with_shared_prefixes
 from parallel_rl.testing.cases import Batch, Case, Expected, Subject, Trial, dense_error
 from parallel_rl.testing.compare import errors
 from parallel_rl.testing.diagnosis import Finding, of_layouts, of_one_process, without_consequences
@@ -143,7 +143,9 @@ def batch_for(subject: Subject, of_world: Mapping[int, Sequence[Layout]], dtype:
     kind = type(loss_fn) if isinstance(loss_fn, LossFn) else LossFn
     truncated = isinstance(loss_fn, LossFn) and bool(loss_fn.options.truncation)
     sizes = sizes_of(subject, [layout for layouts in of_world.values() for layout in layouts])
-    return with_fields(make_batch(5, False, kind, dtype, truncated=truncated, sizes=sizes), loss_fn)
+    batch = with_fields(make_batch(5, False, kind, dtype, truncated=truncated, sizes=sizes), loss_fn)
+    trees = any(layout.packing == "tree" for layouts in of_world.values() for layout in layouts)
+    return with_shared_prefixes(batch, loss_fn) if trees else batch
 
 
 def _observed(trial: Trial, layouts: Sequence[Layout], runner: Runner, limits: Limits) -> list[Observation]:

@@ -11,9 +11,8 @@ from parallel_rl.testing.sharded import Outcome
 def errors(trial: Trial, outcomes: list[Outcome]) -> tuple[float, float]:
     """Relative errors of the loss and of the gradient's norm, from every rank's outcome of one layout."""
     first = [outcome for outcome in outcomes if outcome.place[0] == 0]
-    # a scalar head is whole on every tensor rank, so each holds the whole gradient
-    want, copies = trial.want, len(outcomes) // len(first) if trial.batch.logits.shape[-1] == 1 else 1
-    gradient = math.sqrt(sum(outcome.squared_error for outcome in outcomes) / copies) / want.gradient.norm().item()
+    want, truth = trial.want, sum(float(outcome.maps[1].sum()) for outcome in outcomes)
+    gradient = math.sqrt(sum(outcome.squared_error for outcome in outcomes) / max(truth, 1e-300))
     return abs(sum(outcome.share for outcome in first) - want.loss) / abs(want.loss), gradient
 
 

@@ -24,7 +24,7 @@ class Finding:
 
     Attributes:
         fault: the classic fault that fits.
-        axis: "tensor", "context", "data", "micro-batches", "packing", "one process", or a few of them joined by " × ".
+        axis: one of `EVERY_AXIS` or "one process", or a few of them joined by " × ".
         text: the numbers, in a sentence.
         layouts: where it shows.
     """
@@ -249,7 +249,9 @@ def _cuts(trial: Trial, layout: Layout, cp_rank: int) -> list[list[tuple[int, in
     batch = trial.batch
     size = batch.rows // (layout.dp * layout.micro_batches)
     return [
-        cut_rows(list(range(start, start + size)), batch.lengths, batch.width, layout, cp_rank).places
+        cut_rows(
+            list(range(start, start + size)), batch.lengths, batch.width, layout, cp_rank, batch.data["input_ids"]
+        ).places
         for start in range(0, batch.rows, size)
     ]
 

@@ -6,6 +6,7 @@ Not of `SequenceLayout`, so that an error there cannot cancel itself.
 from __future__ import annotations
 
 from datetime import timedelta
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -14,13 +15,14 @@ from torch import Tensor
 
 from parallel_rl.groups import ParallelGroups
 from parallel_rl.layout import CPLayout
+from parallel_rl.prefix_tree import PrefixTree, build_tree
 
 
 class Layout(NamedTuple):
     tp: int
     cp: int
     dp: int
-    packing: str  # padded, packed, packed+padding
+    packing: str  # padded, packed, packed+padding, tree
     micro_batches: int
     cp_layout: CPLayout
     pp: int = 1  # only through Megatron's schedule
@@ -39,6 +41,7 @@ class Layout(NamedTuple):
             "data": self.dp > 1,
             "micro-batches": self.micro_batches > 1,
             "packing": self.packing != "padded",
+            "prefix trees": self.packing == "tree",
         }
         return frozenset(name for name, so in used.items() if so)
 
@@ -67,7 +70,7 @@ def default_layouts(world: int) -> list[Layout]:
     """Layouts of a check on this many ranks: one axis at a time on up to two ranks, several together on four and eight."""
     if world == 1:
         padded = Layout(1, 1, 1, "padded", 1, "zigzag")
-        packed = [padded._replace(packing=packing) for packing in ("packed", "packed+padding")]
+        packed = [padded._replace(packing=packing) for packing in ("packed", "packed+padding", "tree")]
         return [padded, padded._replace(micro_batches=3), *packed]
     if world == 2:
         split = Layout(1, 2, 1, "padded", 1, "zigzag")
@@ -77,6 +80,7 @@ def default_layouts(world: int) -> list[Layout]:
             split,
             split._replace(cp_layout="contiguous"),
             split._replace(packing="packed"),
+            split._replace(packing="tree"),
             Layout(1, 1, 2, "padded", 1, "zigzag"),
         ]
     return layouts(world, 3 if world == 4 else 1)
@@ -141,19 +145,31 @@ def _cut(length: int, cp: int, rank: int, cp_layout: str) -> list[int]:
 
 
 class Piece(NamedTuple):
-    """One micro-batch on one rank: where each local position comes from ((row, column), None for padding), and cu_seqlens."""
+    """One micro-batch on one rank: where each local position comes from ((row, column), None for padding), and cu_seqlens.
+
+    `tree` is that of a row of prefix trees; a position that several tokens share comes from the first of them.
+    """
 
     rows: list[int]
     places: list[tuple[int, int] | None]
     cu_seqlens: Tensor | None
     cu_seqlens_padded: Tensor | None
+    tree: PrefixTree | None = None
 
     @property
     def shape(self) -> tuple[int, int]:
         """Leading dimensions of the logits: [B, S/cp], packed [1, T/cp]."""
-        return (
-            (len(self.rows), len(self.places) // len(self.rows)) if self.cu_seqlens is None else (1, len(self.places))
-        )
+        one_row = self.cu_seqlens is not None or self.tree is not None
+        return (1, len(self.places)) if one_row else (len(self.rows), len(self.places) // len(self.rows))
+
+    def joined(self, whole: Tensor) -> Tensor:
+        """Sum [B, S, ...] over the tokens that share a position of the row, at the first of them; without a tree as it is."""
+        if self.tree is None:
+            return whole
+        rows, columns = self.tree.real.nonzero().unbind(1)
+        at = torch.tensor(self.rows)[rows], columns
+        first = torch.tensor(_first_places(self.rows, self.tree))[self.tree.where[rows, columns]].unbind(1)
+        return torch.zeros_like(whole).index_put(first, whole[at], accumulate=True)
 
     def indices(self) -> tuple[Tensor, Tensor, Tensor]:
         """Rows, columns, and whether there is one, of each local position."""
@@ -161,8 +177,18 @@ class Piece(NamedTuple):
         return pairs[:, 0].clamp(min=0), pairs[:, 1], pairs[:, 0] >= 0
 
 
-def cut_rows(rows: list[int], lengths: list[int], width: int, layout: Layout, cp_rank: int) -> Piece:
-    """Cut rows of `width` columns, of which `lengths` say how many hold tokens, for one context rank."""
+def cut_rows(
+    rows: list[int], lengths: list[int], width: int, layout: Layout, cp_rank: int, ids: Tensor | None = None
+) -> Piece:
+    """Cut rows of `width` columns, of which `lengths` say how many hold tokens, for one context rank.
+
+    `ids` [B, S] of the whole batch say which tokens a prefix tree shares.
+    """
+    if layout.packing == "tree":
+        assert ids is not None
+        return _cut_tree(
+            rows, build_tree(ids[rows], torch.tensor(lengths)[rows], multiple_of=2 * layout.cp), layout, cp_rank
+        )
     if layout.packing == "padded":
         cut = _cut(width, layout.cp, cp_rank, layout.cp_layout)
         return Piece(rows, [(row, column) for row in rows for column in cut], None, None)
@@ -179,3 +205,24 @@ def cut_rows(rows: list[int], lengths: list[int], width: int, layout: Layout, cp
         places = [flat[t] for t in _cut(len(flat), layout.cp, cp_rank, "contiguous")]
     sums = [torch.tensor([0, *sizes]).cumsum(0).to(torch.int32) for sizes in (true, room)]
     return Piece(rows, places, sums[0], None if layout.packing == "packed" else sums[1])
+
+
+def _cut_tree(rows: list[int], tree: PrefixTree, layout: Layout, cp_rank: int) -> Piece:
+    bounds = [0, tree.row_length] if layout.cp_layout == "contiguous" else tree.bounds.tolist()
+    held = [
+        first + place
+        for first, last in pairwise(bounds)
+        for place in _cut(last - first, layout.cp, cp_rank, layout.cp_layout)
+    ]
+    first_places = _first_places(rows, tree)
+    places = [first_places[position] for position in held]
+    return Piece(rows, [None if at[0] < 0 else at for at in places], None, None, tree)
+
+
+def _first_places(rows: list[int], tree: PrefixTree) -> list[tuple[int, int]]:
+    """Find the first (row, column) of the batch at each position of a tree's row; (-1, 0) at padding."""
+    found = [(-1, 0)] * tree.row_length
+    for row, length, positions in reversed(list(zip(rows, tree.lengths.tolist(), tree.where.tolist(), strict=True))):
+        for column in range(length):
+            found[positions[column]] = row, column
+    return found

@@ -141,9 +141,11 @@ def _parts(trial: Trial, layout: Layout, dot: Tensor, truth: Tensor) -> tuple[Pa
     for start in range(0, batch.rows, size):
         rows = list(range(start, start + size))
         for cp_rank in range(layout.cp):
-            at_rows, at_columns, there = cut_rows(rows, batch.lengths, batch.width, layout, cp_rank).indices()
+            piece = cut_rows(rows, batch.lengths, batch.width, layout, cp_rank, batch.data["input_ids"])
+            at_rows, at_columns, there = piece.indices()
             own = at_rows[there], at_columns[there]
+            tokens = int(piece.joined(carries.long())[own].sum())
             norm = float(truth[own].sum())
             factor = float(dot[own].sum()) / norm if norm else math.nan
-            found.append(Part(rows, int(sample_mask[rows].sum()), int(carries[own].sum()), len(there), factor))
+            found.append(Part(rows, int(sample_mask[rows].sum()), tokens, len(there), factor))
     return tuple(found)

@@ -40,9 +40,9 @@ class OnLogProbs:
 
     @property
     def axes(self) -> frozenset[str]:
-        """Without context ranks where it matters in which place of its sequence a token lies."""
-        cut = {"context", "contiguous context"}
-        return EVERY_AXIS - cut if self.case.build().requirements.reads_places else EVERY_AXIS
+        """Rows of a host, without context ranks where it matters in which place of its sequence a token lies."""
+        cut = {"context", "contiguous context"} if self.case.build().requirements.reads_places else set()
+        return EVERY_AXIS - cut - {"prefix trees"}
 
     def build(
         self, *, vocab_size: int | None = None, cp_layout: CPLayout = "zigzag", consume_logits: bool = False

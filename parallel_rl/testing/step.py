@@ -11,7 +11,7 @@ from torch import Tensor
 from parallel_rl.counts import ValidCounts, count_valid
 from parallel_rl.losses.core.call import LossFunction
 from parallel_rl.metrics import Metrics
-from parallel_rl.packing import SequencePackingLossWrapper
+from parallel_rl.packing import PrefixTreeLossWrapper, SequencePackingLossWrapper
 from parallel_rl.testing.batches import POISON, carries_loss, local_names, poisoned
 from parallel_rl.testing.cases import Trial, step_statistics
 from parallel_rl.testing.layouts import Layout, Piece, Rank, cut_rows
@@ -70,6 +70,8 @@ class Step:
 
 
 def _packed(loss_fn: LossFunction, piece: Piece) -> LossFunction:
+    if piece.tree is not None:
+        return PrefixTreeLossWrapper(loss_fn, piece.tree)  # type: ignore[arg-type]
     true, padded = piece.cu_seqlens, piece.cu_seqlens_padded
     return loss_fn if true is None else SequencePackingLossWrapper(loss_fn, true, padded)  # type: ignore[arg-type]
 
@@ -84,9 +86,11 @@ def cut_step(trial: Trial, layout: Layout, rank: Rank, dtype: torch.dtype, *, co
     rows = range(dp_rank * batch.rows // layout.dp, (dp_rank + 1) * batch.rows // layout.dp)
     size = len(rows) // layout.micro_batches
     cuts = [list(rows[i : i + size]) for i in range(0, len(rows), size)]
-    pieces = [cut_rows(cut, batch.lengths, batch.width, layout, cp_rank) for cut in cuts]
+    ids = batch.data["input_ids"]
+    pieces = [cut_rows(cut, batch.lengths, batch.width, layout, cp_rank, ids) for cut in cuts]
     kind, carries = torch.promote_types(dtype, torch.float32), carries_loss(batch.data, loss_fn)
     dirty = batch.data if clean else poisoned(batch.data, loss_fn)
+    dirty = {**dirty, "input_ids": ids} if layout.packing == "tree" else dirty  # they say what is shared
     data = {name: value.to(kind) if value.dtype == torch.float64 else value for name, value in dirty.items()}
     own = local_names(loss_fn)  # these come in the order and on the shard of the logits
     datas = []
@@ -116,7 +120,12 @@ def _columns(trial: Trial, layout: Layout, tp_rank: int) -> list[int | None]:
 def local_positions(
     whole: Tensor, piece: Piece, columns: list[int | None], carries: Tensor, poison: bool = True
 ) -> Tensor:
-    """[T_local, width] of a [B, S, V] tensor; NaN and inf at masked places, wild numbers in padding columns."""
+    """[T_local, width] of a [B, S, V] tensor; NaN and inf at masked places, wild numbers in padding columns.
+
+    Without `poison` it is a gradient, which tokens that share a position of a tree's row add up to.
+    """
+    carries = piece.joined(carries.long()) > 0
+    whole = whole if poison else piece.joined(whole)
     real = [c for c in columns if c is not None]
     rows, places, there = piece.indices()
     there = there & carries[rows, places]

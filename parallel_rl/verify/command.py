@@ -75,8 +75,8 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "--layouts",
         nargs="+",
         metavar="AXIS=N,N",
-        help="tp=1,2 cp=1,2 dp=1,2 micro=1,3 packing=padded,packed, and pp=1,2 through megatron: every combination (default: a "
-        "choice on 1, 2 and 4 ranks); for --model also vp, ep, etp and sp, per_token, recompute = true, false",
+        help="tp=1,2 cp=1,2 dp=1,2 micro=1,3 packing=padded,packed,tree, and pp=1,2 through megatron: every combination "
+        "(default: a choice on 1, 2 and 4 ranks); for --model also vp, ep, etp and sp, per_token, recompute = true, false",
     )
     parser.add_argument(
         "--fields", metavar="NAME,NAME", default="", help="fields of the data that a plain function reads"
@@ -124,6 +124,8 @@ def run(arguments: argparse.Namespace, of_config: Callable[[str], Subject]) -> i
         if getattr(arguments, name) is not None:
             raise ValueError(f"--{name.replace('_', '-')} has no effect without --model")
     layouts = None if arguments.layouts is None else of_words(arguments.layouts)
+    if arguments.through == "megatron" and any(layout.packing == "tree" for layout in layouts or ()):
+        raise ValueError("--layouts packing=tree is not supported through megatron; leave --through out")
     if arguments.through != "megatron" and any(layout.pp > 1 for layout in layouts or ()):
         raise ValueError(
             "--layouts pp=2 has no effect on process groups: stages are Megatron's; add --through megatron"

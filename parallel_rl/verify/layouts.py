@@ -9,7 +9,7 @@ from parallel_rl.config.strict import nearest
 from parallel_rl.layout import CPLayout
 from parallel_rl.testing.layouts import Layout
 
-_PACKINGS = ("padded", "packed", "packed+padding")
+_PACKINGS = ("padded", "packed", "packed+padding", "tree")
 _CP_LAYOUTS: tuple[CPLayout, ...] = ("zigzag", "contiguous")
 _AXES = ("tp", "cp", "dp", "pp", "micro", "packing", "cp_layout")
 

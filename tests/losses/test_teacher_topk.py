@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from parallel_rl import LMHeadInput, SequenceLayout
+from parallel_rl import LMHeadInput, SequenceLayout, build_tree
 from parallel_rl.losses.teacher_topk import teacher_topk
 from parallel_rl.testing.layouts import make_groups
 from parallel_rl.testing.pool import preload, run_world
@@ -61,6 +61,21 @@ def test_alone(budget: int | None) -> None:
     padded = torch.cat([weight, torch.full((2, D), math.nan).double()])
     compare(teacher_topk(LMHeadInput(poisoned(), padded, budget=budget), data, K, **options))
     compare(teacher_topk(poisoned() @ weight.T, data, K, temperature=0.7))
+
+
+def test_on_a_tree() -> None:
+    """Rows that share their first tokens have the top-k of rows that stand alone."""
+    hidden, weight, data = make()
+    ids = torch.arange(B * S).view(B, S)
+    ids[1:3, :4], hidden[1:3, :4] = ids[0, :4], hidden[0, :4]
+    data = {**data, "input_ids": ids}
+    want = teacher_topk(hidden @ weight.T, data, K)
+    tree = build_tree(ids, torch.tensor(LENGTHS))
+    row = tree.row(hidden)[None]
+    for output in (row @ weight.T, LMHeadInput(row, weight, budget=1000)):
+        found = teacher_topk(output, data, K, layout=tree.layout())
+        for name, x in want.items():
+            torch.testing.assert_close(found[name], x, rtol=1e-12, atol=1e-12)
 
 
 def on_rank(rank: int, packed: bool) -> dict[str, list[dict[str, Tensor]]]:

@@ -11,7 +11,7 @@ from torch import Tensor
 from parallel_rl import LMHeadInput, ParallelGroups, PrefixTree, PrefixTreeLossWrapper, build_tree, count_valid
 from parallel_rl.layout import CPLayout
 from parallel_rl.losses.core.base import LossFn
-from parallel_rl.testing.batches import carries_loss, local_names
+from parallel_rl.testing.batches import carries_loss, local_names, with_shared_prefixes
 from parallel_rl.testing.cases import Batch, Case, alone, has_scalar_head, reduced_numbers, step_statistics
 from parallel_rl.testing.layouts import Rank, make_groups
 from tests.distributed.law_references import batch_of
@@ -42,29 +42,6 @@ class Truth(NamedTuple):
     metrics: dict[str, float]
 
 
-def shared_batch(case: Case, seed: int) -> Batch:
-    """The law's batch in which rows begin as earlier ones do: trees of some depth, a row inside another, two equal rows.
-
-    What the model computes at a token, its logits and the teacher's, is equal where the tokens are shared; all other fields
-    differ from row to row.
-    """
-    batch = batch_of(case, seed)
-    g = torch.Generator().manual_seed(seed)
-    ids = batch.data["input_ids"].clone()
-    for row in range(1, batch.rows):
-        other = int(torch.randint(0, row, (), generator=g))
-        least = min(batch.lengths[row], batch.lengths[other])
-        length = least if row % 5 == 4 else int(torch.randint(least // 2, least + 1, (), generator=g))
-        ids[row, :length] = ids[other, :length]
-    tree = build_tree(ids, torch.tensor(batch.lengths))
-
-    def alike(field: Tensor) -> Tensor:
-        return torch.where(tree.real[..., None], tree.row(field)[tree.where], field)
-
-    data = {**batch.data, "input_ids": ids, "teacher_logits": alike(batch.data["teacher_logits"])}
-    return Batch(alike(batch.logits), data, batch.lengths)
-
-
 def tree_of(batch: Batch, cut: Cut) -> PrefixTree:
     """The tree of a batch, whose row these ranks can share."""
     unit = 2 * cut.cp * (cut.tp if cut.sequence_parallel else 1)
@@ -73,7 +50,7 @@ def tree_of(batch: Batch, cut: Cut) -> PrefixTree:
 
 def truth(case: Case, seed: int, *, head: bool = False) -> Truth:
     """The numbers of flat rows."""
-    batch = shared_batch(case, seed)
+    batch = with_shared_prefixes(batch_of(case, seed), case.build(), seed)
     g = torch.Generator().manual_seed(seed)
     weight = torch.randn(batch.logits.shape[-1], WIDTH, generator=g, dtype=torch.float64) / 2
     tree = tree_of(batch, Cut(1, 1))

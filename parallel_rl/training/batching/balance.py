@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from itertools import pairwise
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -27,6 +28,7 @@ def balance(
     parts: int = 1,
     together: int = 1,
     loads: Sequence[int] = (),
+    weights: Tensor | None = None,
 ) -> tuple[SamplesT, list[int]]:
     """Redistribute the rows of all data ranks, so that their tokens are nearly even in each part of the step.
 
@@ -40,6 +42,8 @@ def balance(
         parts: equal parts of this rank's rows, one after the other.
         together: rows that stay together, one after the other.
         loads: tokens that this rank has already in each part; empty is nothing.
+        weights: [N] the tokens of what is dealt as one at its first row, 0 at the rows that stay with it; None: of each
+            unit, the sum of its lengths.
 
     Returns:
         this rank's rows, part after part, and how many there are in each.
@@ -50,8 +54,13 @@ def balance(
     size, rank = group_size(group), group_rank(group)
     facts = torch.tensor([len(rows), rows.input_ids.shape[1], *(loads or [0] * parts)], device=device)
     of_ranks: list[list[int]] = all_gather(facts, group).tolist()
-    lengths = _lengths(rows, max(fact[0] for fact in of_ranks), of_ranks, group, device)
-    owners = _owners(lengths, [fact[2:] for fact in of_ranks], capacity, parts, together)
+    lengths = _gathered(rows.lengths, [fact[0] for fact in of_ranks], group, device)
+    _check_units(lengths, capacity, parts, together)
+    if weights is None:
+        of_units = [_unit_tokens(of_rank, together) for of_rank in lengths]
+    else:
+        of_units = _gathered(weights, [fact[0] for fact in of_ranks], group, device)
+    owners = _owners(of_units, [fact[2:] for fact in of_ranks], parts)
     if size > 1:
         rows = _exchange(rows, owners, max(fact[1] for fact in of_ranks), rank, group, device)
     # what came, in the order of its ranks: to which part each row belongs
@@ -59,35 +68,56 @@ def balance(
     return rows.select(part.argsort(stable=True).tolist()), part.bincount(minlength=parts).tolist()
 
 
-def _lengths(
-    rows: SamplesT, most: int, of_ranks: list[list[int]], group: ProcessGroup | None, device: torch.device
+def _gathered(
+    field: Tensor, counts: Sequence[int], group: ProcessGroup | None, device: torch.device
 ) -> list[list[int]]:
-    """The lengths of every rank's rows."""
-    mine = torch.nn.functional.pad(rows.lengths, (0, most - len(rows))).to(device)
+    """Gather an integer of each row from every rank, which has as many rows as `counts` says."""
+    mine = torch.nn.functional.pad(field, (0, max(counts) - len(field))).to(device)
     gathered: list[list[int]] = all_gather(mine, group).tolist()
-    return [every[: facts[0]] for every, facts in zip(gathered, of_ranks, strict=True)]
+    return [every[:count] for every, count in zip(gathered, counts, strict=True)]
 
 
-def _owners(
-    lengths: list[list[int]], loads: list[list[int]], capacity: Capacity, parts: int, together: int
-) -> list[Tensor]:
-    """The rank that each row of each rank goes to."""
+def _check_units(lengths: list[list[int]], capacity: Capacity, parts: int, together: int) -> None:
     for rank, of_rank in enumerate(lengths):
         if len(of_rank) % (parts * together):
             raise ValueError(f"data rank {rank} has {len(of_rank)} rows; {parts} parts need whole units of {together}")
         capacity.rooms(of_rank, together)
-    owners = [torch.zeros(len(of_rank), dtype=torch.int64) for of_rank in lengths]
+
+
+def _unit_tokens(lengths: list[int], together: int) -> list[int]:
+    """Sum the lengths of each unit at its first row."""
+    return [sum(lengths[row : row + together]) if row % together == 0 else 0 for row in range(len(lengths))]
+
+
+def _owners(weights: list[list[int]], loads: list[list[int]], parts: int) -> list[Tensor]:
+    """Find the rank that each row of each rank goes to."""
+    owners = [torch.zeros(len(of_rank), dtype=torch.int64) for of_rank in weights]
     for part in range(parts):
-        weights, starts = [], []
-        for rank, of_rank in enumerate(lengths):
-            size = len(of_rank) // parts
-            for first in range(part * size, (part + 1) * size, together):
-                weights.append(sum(of_rank[first : first + together]))
-                starts.append((rank, first))
-        dealt = deal(weights, len(lengths), [of_rank[part] for of_rank in loads])
-        for (rank, first), owner in zip(starts, dealt, strict=True):
-            owners[rank][first : first + together] = owner
+        runs = _runs(weights, part, parts)
+        dealt = deal([run.weight for run in runs], len(weights), [of_rank[part] for of_rank in loads])
+        for run, owner in zip(runs, dealt, strict=True):
+            owners[run.rank][run.first : run.stop] = owner
     return owners
+
+
+class _Run(NamedTuple):
+    """Neighbouring rows of a rank that are dealt as one."""
+
+    rank: int
+    first: int
+    stop: int
+    weight: int
+
+
+def _runs(weights: list[list[int]], part: int, parts: int) -> list[_Run]:
+    """List what is dealt in a part of the step: a row with a weight, and those without one behind it."""
+    runs = []
+    for rank, of_rank in enumerate(weights):
+        size = len(of_rank) // parts
+        rows = range(part * size, (part + 1) * size)
+        firsts = [row for row in rows if of_rank[row]]
+        runs += [_Run(rank, first, stop, of_rank[first]) for first, stop in pairwise([*firsts, rows.stop])]
+    return runs
 
 
 def _parts(count: int, parts: int) -> Tensor:

@@ -25,6 +25,11 @@ class MicroBatch(megatron.MicroBatch):
     indices: list[int] = field(kw_only=True)
     tokens: int = field(kw_only=True)
 
+    @property
+    def computed(self) -> int:
+        """Tokens that the row holds: of prefix trees each shared one once."""
+        return self.tokens if self.input.tree is None else self.input.tree.tokens
+
 
 def local_share(items: Sequence[int], groups: ParallelGroups) -> list[int]:
     """This data rank's equal share of a list that every rank knows.

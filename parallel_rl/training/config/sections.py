@@ -88,13 +88,19 @@ class BatchConfig:
             are as many on each, and into rows by first-fit decreasing; pairs stay together. Each row of metrics then has
             `packing_efficiency` (true tokens over what all packed rows could hold), `padding_fraction` (of what they do hold)
             and `data_imbalance` (tokens of the fullest data rank over their mean).
+        share_prefixes: a packed row holds tokens that its sequences share, such as a prompt, once (prefix trees). `tokens` then
+            counts these once, too, and the samples of a prompt go to one data rank. Each row of metrics then has
+            `tokens_computed` (of the rows), `tokens_trained` (of the sequences) and `shared` (the part that is saved).
     """
 
     micro_batch_size: int | None = None
     packing: bool = False
     tokens: int | None = None
+    share_prefixes: bool = False
 
     def __post_init__(self) -> None:
+        if self.share_prefixes and not self.packing:
+            raise ValueError("share_prefixes = True stores sequences in one row; set packing to true")
         if self.tokens is None:
             at_least(self, **({} if self.micro_batch_size is None else {"micro_batch_size": 1}))
             return

@@ -65,6 +65,7 @@ class TrainConfig:
         self._check_rl()
         self._check_sampling()
         self._check_model()
+        self._check_prefixes()
         self._check_experts()
 
     @property
@@ -241,6 +242,13 @@ class TrainConfig:
                     raise ValueError(
                         f"the section {name!r} has no effect on a reward model, which has no logits; remove it"
                     )
+
+    def _check_prefixes(self) -> None:
+        if self.batch.share_prefixes and self.model.aux_loss:
+            raise ValueError(
+                f"batch.share_prefixes = True with model.aux_loss = {self.model.aux_loss} would count a shared token once, not "
+                "once for each sequence; set model.aux_loss to 0 or batch.share_prefixes to false"
+            )
 
     def _check_experts(self) -> None:
         """Refuse what gives data ranks unequal numbers of forwards: under expert parallelism they call the experts together."""

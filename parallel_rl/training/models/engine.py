@@ -19,7 +19,16 @@ from megatron.core.optimizer import MegatronOptimizer, get_megatron_optimizer
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 
 from parallel_rl.groups import ParallelGroups, current_device, job_backend, take_device
-from parallel_rl.megatron import build_config, build_model, copy_trunk, destroy, initialize, unwrap, wrap_model
+from parallel_rl.megatron import (
+    build_config,
+    build_model,
+    copy_trunk,
+    destroy,
+    has_transformer_engine,
+    initialize,
+    unwrap,
+    wrap_model,
+)
 from parallel_rl.megatron.hf import fill_hf, load_hf, read_hf
 from parallel_rl.training.config.load import check_same_config
 from parallel_rl.training.config.sections import DTYPES, OptimizerConfig, ParallelConfig, data_parallel_size
@@ -74,6 +83,11 @@ def start_world(config: TrainConfig) -> None:
     backend = dist.get_backend() if inside else job_backend()
     if backend == "gloo":
         _check_gloo(sizes)
+    if config.batch.share_prefixes and has_transformer_engine(DTYPES[config.run.dtype]):
+        raise ValueError(
+            f"batch.share_prefixes = True with run.dtype = {config.run.dtype!r} would run on Transformer Engine's attention, "
+            "which does not know prefix trees; set it to false, or run.dtype to 'float32'"
+        )
     if not inside:
         take_device()
         if "WORLD_SIZE" in os.environ:

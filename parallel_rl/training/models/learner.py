@@ -19,6 +19,14 @@ from parallel_rl.losses.core.base import LossFn
 from parallel_rl.training.batching.balance import balance
 from parallel_rl.training.batching.bin_packing import Capacity, pack
 from parallel_rl.training.batching.micro_batches import MicroBatch, fit, in_order, micro_batches, width_unit
+from parallel_rl.training.batching.prefix_trees import (
+    Scored,
+    every_token,
+    group_tokens,
+    pack_trees,
+    tree_micro_batches,
+    tree_tokens,
+)
 from parallel_rl.training.config.sections import OptimizerConfig, SamplingConfig
 from parallel_rl.training.models.engine import Engine, build_optimizer
 from parallel_rl.training.models.lr_schedule import learning_rate
@@ -75,19 +83,33 @@ class Learner:
         """
         if self.capacity is None:
             return rows, [len(rows) // parts] * parts
-        loads = [int(part.lengths.sum()) for part in beside]
+        shares = self.engine.config.batch.share_prefixes
+        loads = [tree_tokens(part) if shares else int(part.lengths.sum()) for part in beside]
+        weights = group_tokens(rows, parts, together) if shares else None
         group, device = self.engine.groups.data, self.engine.device
-        return balance(rows, self.capacity, group, device, parts=parts, together=together, loads=loads)
+        options = {"parts": parts, "together": together}
+        return balance(rows, self.capacity, group, device, **options, loads=loads, weights=weights)
 
     def batches(self, rows: Samples, together: int = 1) -> list[MicroBatch]:
         """The micro-batches of one optimizer step; if `batch.tokens` is set, `together` rows stay in one."""
+        return self._batches(rows, together, self.loss_fn.scored)
+
+    def _batches(self, rows: Samples, together: int = 1, scored: Scored | None = None) -> list[MicroBatch]:
+        """Make micro-batches; `scored` finds the tokens [B, S] that are read beside those of token_mask."""
         config, sizes, capacity = self.engine.config, self.engine.config.parallel, self.capacity
         unit = width_unit(tensor=sizes.tensor, context=sizes.context, sequence_parallel=sizes.sequence_parallel)
+        packing, device = config.batch.packing, self.engine.device
+        if config.batch.share_prefixes:
+            bins = (
+                in_order(len(rows), config.batch.sequences)
+                if capacity is None
+                else pack_trees(rows, capacity, together)
+            )
+            return tree_micro_batches(rows, bins, device=device, scored=scored)
         if capacity is None:
             bins, row_unit = in_order(len(rows), config.batch.sequences), None
         else:
             bins, row_unit = pack(rows.lengths.tolist(), capacity, together), capacity.row
-        packing, device = config.batch.packing, self.engine.device
         return micro_batches(rows, bins, packing=packing, unit=unit, device=device, row_unit=row_unit)
 
     def update(self, batches: Sequence[MicroBatch], done: int) -> StepResult:
@@ -138,27 +160,38 @@ class Learner:
 
     def values(self, rows: Samples) -> Tensor:
         """[N, S] values of this data rank's rows, if the model has a scalar head."""
-        return self._score(rows, partial(values, self.engine))[0]
+        return self._score(rows, partial(values, self.engine), scored=every_token)[0]
 
     def _fill_metrics(self, batches: Sequence[MicroBatch]) -> StepMetrics:
-        """Metrics of how full micro-batches and how uneven data ranks are; none unless `batch.tokens` is set."""
-        if self.capacity is None:
+        """Metrics of how full micro-batches and how uneven data ranks are (`batch.tokens`), and of what prefix trees save."""
+        shares = self.engine.config.batch.share_prefixes
+        if self.capacity is None and not shares:
             return {}
         groups = self.engine.groups
-        tokens = sum(batch.tokens for batch in batches)
         padded = sum(batch.input.tokens.numel() for batch in batches) * groups.cp_size
-        local = torch.tensor([tokens, padded, len(batches)], device=self.engine.device)
-        by_rank = all_gather(local, groups.data).double().cpu()
-        total_tokens, total_padded, packed_rows = by_rank.sum(0).tolist()
-        return {
-            "packing_efficiency": total_tokens / (packed_rows * self.capacity.usable),
-            "padding_fraction": 1 - total_tokens / total_padded,
-            "data_imbalance": float(by_rank[:, 0].max() / by_rank[:, 0].mean()),
-        }
+        sums = [sum(batch.computed for batch in batches), sum(batch.tokens for batch in batches), padded, len(batches)]
+        by_rank = all_gather(torch.tensor(sums, device=self.engine.device), groups.data).double().cpu()
+        computed, trained, total_padded, packed_rows = by_rank.sum(0).tolist()
+        found: StepMetrics = {}
+        if self.capacity is not None:
+            found |= {
+                "packing_efficiency": computed / (packed_rows * self.capacity.usable),
+                "padding_fraction": 1 - computed / total_padded,
+                "data_imbalance": float(by_rank[:, 0].max() / by_rank[:, 0].mean()),
+            }
+        if shares:
+            found |= {"tokens_computed": computed, "tokens_trained": trained, "shared": 1 - computed / trained}
+        return found
 
-    def _score(self, rows: Samples, score: Callable[[list[MicroBatch]], list[Tensor]], together: int = 1) -> Tensor:
+    def _score(
+        self,
+        rows: Samples,
+        score: Callable[[list[MicroBatch]], list[Tensor]],
+        together: int = 1,
+        scored: Scored | None = None,
+    ) -> Tensor:
         """[K, N, S] from a score that gives [K, B, S] of each micro-batch, or [B, S]."""
-        batches = self.batches(rows, together)
+        batches = self._batches(rows, together, scored)
         found = score(batches)
         count = found[0].shape[0] if found and found[0].dim() == 3 else 1
         out = torch.zeros(count, *rows.input_ids.shape, dtype=self.engine.float_dtype)
@@ -179,7 +212,7 @@ def build_loss(engine: Engine, config: LossConfig, sampling: SamplingConfig | No
 
 
 def combine_updates(results: Sequence[StepResult]) -> StepMetrics:
-    """The metrics of one step from those of its updates: extrema of extrema, the sum of tokens, means of everything else.
+    """The metrics of one step from those of its updates: extrema of extrema, sums of tokens, means of everything else.
 
     Updates that were left out are in `tokens` and are counted as `skipped_updates`, if there are any.
     """
@@ -189,7 +222,8 @@ def combine_updates(results: Sequence[StepResult]) -> StepMetrics:
     for name in made[0].metrics if made else ():
         of_updates = [result.metrics[name] for result in made]
         extremum = next((pick for suffix, pick in extrema.items() if name.endswith(suffix)), None)
-        combined[name] = sum(of_updates) / len(of_updates) if extremum is None else extremum(of_updates)
+        whole = 1 if name.startswith("tokens_") else len(of_updates)
+        combined[name] = sum(of_updates) / whole if extremum is None else extremum(of_updates)
     if made:
         combined["grad_norm"] = sum(result.grad_norm for result in made) / len(made)
     if len(made) < len(results):

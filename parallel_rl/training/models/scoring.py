@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from parallel_rl.layout import valid_tokens
+from parallel_rl.losses.core.one_row import rows_of_tokens
 from parallel_rl.losses.scores import token_scores
 from parallel_rl.losses.teacher_topk import teacher_topk
 from parallel_rl.megatron import broadcast_from_last_stage
@@ -64,7 +65,9 @@ def values(critic: Engine, batches: Sequence[MicroBatch]) -> list[Tensor]:
     """[B, S] each, whole on every rank: column t is the value before token t, the head's output one position earlier."""
 
     def collect(output: Tensor, index: int) -> Tensor:
-        return batches[index].input.layout.unshard(output.flatten().to(critic.float_dtype), critic.groups.context)
+        layout = batches[index].input.layout
+        local = rows_of_tokens(output, layout).flatten().to(critic.float_dtype)
+        return layout.unshard(local, critic.groups.context)
 
     return _shared(critic, batches, forward_batches(critic, critic.model, batches, collect))
 

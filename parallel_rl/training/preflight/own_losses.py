@@ -53,15 +53,16 @@ def _built(chosen: LossConfig, sampling: SamplingConfig | None = None) -> Given:
 def check_losses(config: TrainConfig) -> list[str]:
     """Compare the run's losses with one process on a small batch, on Megatron's groups as they are; return their names.
 
-    Loss, gradient and metrics, padded or packed as the run's rows, in one and in three micro-batches, from logits or, with
-    `model.fused_head`, from hidden states too.
+    Loss, gradient and metrics on rows of the run's kind (padded, packed, prefix trees), in one and in three micro-batches, from
+    logits or, with `model.fused_head`, from hidden states too.
 
     Raises:
         RuntimeError: what breaks the law, with the diagnosis; on all ranks.
     """
     sizes, groups = config.parallel, ParallelGroups.from_megatron()
     data = data_parallel_size(sizes, dist.get_world_size())
-    packing = "packed+padding" if config.batch.packing else "padded"
+    kind = "tree" if config.batch.share_prefixes else "packed+padding"
+    packing = kind if config.batch.packing else "padded"
     layouts = [Layout(sizes.tensor, sizes.context, data, packing, number, "zigzag") for number in (1, 3)]
     rank = Rank(groups, (groups.tp_rank, groups.cp_rank, groups.dp_rank), current_device())
     runner = JobRunner(lambda layout: rank)

@@ -90,6 +90,7 @@ def layout_text(config: TrainConfig, engine: Engine) -> str:
     sizes, batch = config.parallel, config.batch
     weights = sum(parameter.numel() for parameter in engine.bare.parameters())
     layout = f"TP {sizes.tensor} × CP {sizes.context} × PP {sizes.pipeline} × DP {engine.groups.dp_size}"
-    rows = ("packed" if batch.tokens is None else f"packed in {batch.tokens} tokens") if batch.packing else "padded"
+    kind = "prefix trees" if batch.share_prefixes else "packed" if batch.packing else "padded"
+    rows = kind if batch.tokens is None else f"{kind} in {batch.tokens} tokens"
     parallel = ", sequence parallel" if sizes.sequence_parallel else ""
     return f"{layout}{parallel}, {rows}, {config.run.dtype}, {weights:,} weights on this rank"

@@ -138,8 +138,10 @@ def test_a_micro_batch_is_filled_by_number_or_by_tokens() -> None:
     assert config.batch == BatchConfig(packing=True, tokens=512)
 
 
-def moved(rank: int, lengths: list[list[int]], parts: int, together: int) -> tuple[dict[str, list], list[int]]:
-    """What this rank has after a balance of rows that say where they come from."""
+def moved(
+    rank: int, lengths: list[list[int]], parts: int, together: int, groups_of: int = 1
+) -> tuple[dict[str, list], list[int]]:
+    """What this rank has after a balance of rows that say where they come from; so many of them are dealt as one."""
     import torch.distributed as dist
 
     from parallel_rl.training.batching.balance import balance
@@ -160,16 +162,19 @@ def moved(rank: int, lengths: list[list[int]], parts: int, together: int) -> tup
     ends = torch.tensor(mine)
     rows = Samples(fields.pop("input_ids"), torch.arange(width) < ends[:, None], ends).with_fields(**fields)
     group = dist.new_group(list(range(len(lengths))))
-    rows, sizes = balance(rows, Capacity(64), group, torch.device("cpu"), parts=parts, together=together)
+    weights = ends.view(-1, groups_of).sum(1, keepdim=True) * (torch.arange(groups_of) == 0)
+    dealt = None if groups_of == 1 else weights.flatten()
+    rows, sizes = balance(rows, Capacity(64), group, torch.device("cpu"), parts=parts, together=together, weights=dealt)
     return {name: field.tolist() for name, field in rows.tensors().items()}, sizes
 
 
-@pytest.mark.parametrize("parts, together", [(1, 1), (2, 1), (2, 2), (1, 3)])
-def test_rows_arrive_whole_and_ranks_are_even(parts: int, together: int) -> None:
+@pytest.mark.parametrize("parts, together, groups_of", [(1, 1, 1), (2, 1, 1), (2, 2, 2), (1, 3, 1), (2, 1, 3)])
+def test_rows_arrive_whole_and_ranks_are_even(parts: int, together: int, groups_of: int) -> None:
     lengths = [[60, 60, 58, 50, 40, 55, 7, 9, 60, 50, 40, 30], [2, 3, 1, 4, 2, 2, 6, 3, 2, 1, 1, 2], [9] * 12]
     if together > 1:
         lengths = [[min(length, 64 // together) for length in of_rank] for of_rank in lengths]
-    results = run_world(3, moved, lengths, parts, together)
+    results = run_world(3, moved, lengths, parts, together, groups_of)
+    together = max(together, groups_of)
     seen = []
     for found, sizes in results:
         assert len(sizes) == parts and min(sizes) >= 1 and all(size % together == 0 for size in sizes)

@@ -32,6 +32,20 @@ EXAMPLES = f"{DATA}/arithmetic_careless.jsonl"
             {"batch__micro_batch_size": 3},
             "batch.micro_batch_size = 3 must be even: rows of one record stay together",
         ),
+        (
+            "grpo",
+            {"batch": "{share_prefixes: true}"},
+            "batch: share_prefixes = True stores sequences in one row; set packing to true",
+        ),
+        (
+            "grpo",
+            {
+                "batch": "{share_prefixes: true, packing: true}",
+                "model__experts": "{number: 4, ffn_hidden: 16}",
+                "model__aux_loss": 0.1,
+            },
+            "batch.share_prefixes = True with model.aux_loss = 0.1 would count a shared token once",
+        ),
         ("ppo", {"model__tie_embeddings": "true"}, "model.tie_embeddings = True is incompatible with a scalar head"),
         (
             "reward_model",
