@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,9 +12,10 @@ from torch.distributed import ProcessGroup
 
 from parallel_rl.agreement import communication_device, raise_on_all_ranks
 from parallel_rl.config.strict import at_least
-from parallel_rl.experience.completions import MINUS_INFINITY
 from parallel_rl.experience.samples import Samples
 from parallel_rl.groups import group_sum
+from parallel_rl.servers.completions import MINUS_INFINITY
+from parallel_rl.servers.http_reward import Scored
 
 CAUSES = ("logprobs", "reward")
 
@@ -36,13 +36,6 @@ class FailedSamplesConfig:
         at_least(self, retries=0, max_share=0)
         if self.max_share > 1:
             raise ValueError(f"max_share = {self.max_share} must be at most 1, all samples of a step")
-
-
-class Scored(NamedTuple):
-    """Rewards [N], NaN for each sample that failed, and the errors of these samples."""
-
-    rewards: Tensor
-    faults: Mapping[int, Exception]
 
 
 def score_again(score: Callable[[Sequence[int]], Scored], count: int, retries: int) -> Scored:
