@@ -111,11 +111,7 @@ class HTTPReward:
         answers: Sequence[object],
         extras: Sequence[Mapping[str, object]] | None = None,
     ) -> Scored:
-        """Score N samples, of which some may fail: their rewards are no finite numbers.
-
-        Raises:
-            ValueError, RewardServerError: as for a call, but for such a reward.
-        """
+        """Score N samples as a call does, but keep faults: rewards that are no finite numbers."""
         if not len(prompts) == len(completions) == len(answers):
             raise ValueError(
                 f"{len(prompts)} prompts, {len(completions)} completions and {len(answers)} answers; their numbers must be "
