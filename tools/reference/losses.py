@@ -11,6 +11,7 @@ from parallel_rl.functional.surrogate import Surrogate
 from parallel_rl.losses.core.base import LossFn
 from parallel_rl.losses.entropy_bonus import EntropyBonus
 from parallel_rl.losses.registry import losses
+from tools.figures import curves
 from tools.reference import recipes
 from tools.reference.markdown import first_sentence, formula, nested_options, options_table, page, papers, variants
 
@@ -35,6 +36,10 @@ log π − log π_prev exceeds 80, if the estimate of its KL overflows (k3: log 
 if its log-ratio in DPO's or KTO's sum is infinite. `overflow_tokens` counts these tokens. Where values are checked, a
 recorded log-prob of −inf at a valid token is an error; only a truncated policy may have one, in prev_logprobs and
 generation_logprobs. A `log_ratio_clamp` or `input_clamp` of at most 80 acts first.
+"""
+
+SURROGATES = """`surrogate` of the losses `policy` and `mix`: a loss per token. The drawings are calls of the loss on one token
+with the surrogate's own defaults. Where the gradient is 0 a token no longer moves the policy.
 """
 
 CLIPPED_OR_POLICY = """Take `policy` in a new project: every recipe is a set of its options. `clipped_pg` is the same
@@ -94,8 +99,9 @@ def family_page(family: Family) -> str:
     parts += ["## Recipes"] * bool(made) + [recipes.section(one, others) for one in made]
     parts += ["## Losses", *(_loss(name, classes[name]) for name in family.losses)]
     if "policy" in family.losses:
-        parts += [OVERFLOW, "## Surrogates", "`surrogate` of the losses `policy` and `mix`: a loss per token."]
-        parts += [variants(Surrogate, "###"), "## Entropy bonuses"]
+        parts += [OVERFLOW, "## Surrogates", SURROGATES]
+        pictures = {name: f"![Loss and gradient over the ratio](surrogate_{name}.svg)" for name in curves.drawn()}
+        parts += [variants(Surrogate, "###", pictures=pictures), "## Entropy bonuses"]
         parts += ["`entropy_bonus` of the loss `policy`, if its coefficient moves.", variants(EntropyBonus, "###")]
     if "full_distillation" in family.losses:
         parts += ["## Divergences", "`divergence` of the loss `full_distillation`: p the teacher's distribution,"]
