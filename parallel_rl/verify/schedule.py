@@ -133,7 +133,7 @@ def run_layout(layout: Layout, trial: Trial, rank: Rank, dtype: torch.dtype) -> 
 
 
 def _shared(whole: Tensor, batch: Batch, layout: Layout) -> Tensor:
-    """Sum [B, S, ...] over the tokens that share a position, in the trees of all micro-batches of all data ranks."""
+    """Sum [B, S, ...] over tokens that share a position, in all trees of all data ranks."""
     if layout.packing != "tree":
         return whole
     size, ids = batch.rows // (layout.dp * layout.micro_batches), batch.data["input_ids"]
