@@ -79,6 +79,8 @@ def megatron_loss_func(
     with `set_validation("always")`) also look at the values of fields, exchange faults over the ranks of a pipeline stage,
     compare the data ranks' numbers of micro-batches under expert parallelism, and compare the counts with those of the step's
     micro-batches, for which the host waits. In backward they warn of a gradient that a function around the callback scaled.
+    Before the gradients are finalized, they compare the model's weights, its wrapper and the rows of all stages on all ranks:
+    in these steps `config.finalize_model_grads_func` is a function around yours, from the first callback until its call.
     Pipeline stages raise a fault once as many micro-batches have begun as stages follow; they warn of wrong counts, and raise
     them in the next step. Without gradients (`torch.no_grad()`) only the call itself is checked.
 
@@ -114,6 +116,7 @@ def megatron_loss_func(
     where = groups or ParallelGroups.from_megatron()
     counts = (global_valid_seqs, global_valid_toks)
     whole = loss_fn.func if isinstance(loss_fn, partial) else loss_fn
+    statistics = loss_fn.keywords.get("statistics") if isinstance(loss_fn, partial) else None
     trains = torch.is_grad_enabled()  # Megatron's evaluation runs without
 
     def check(first: bool) -> None:
@@ -131,7 +134,6 @@ def megatron_loss_func(
         if first and where.cp_size > 1:
             warn_of_cut(config, whole)
         if needs is not None:
-            statistics = loss_fn.keywords.get("statistics") if isinstance(loss_fn, partial) else None
             check_statistics(type(whole).__name__, needs, statistics)
         if data is None and is_last_stage():
             raise ValueError("data is None on the last pipeline stage, which computes the loss")
@@ -149,10 +151,13 @@ def megatron_loss_func(
 
     checked = trains and is_checked(callbacks_of(config).steps)
     looks = False
+    if ddp:
+        watch_optimizers()
     if trains:
-        if ddp:
-            watch_optimizers()
-        looks = callbacks_of(config).add(check, data, counts, num_microbatches, where, ddp=ddp, loss_fn=whole)
+        looks = callbacks_of(config).add(
+            check, data, counts, num_microbatches, where,
+            config=config, ddp=ddp, loss_fn=whole, head=head, statistics=statistics,
+        )  # fmt: skip
     else:
         check(False)
 
