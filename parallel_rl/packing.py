@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 def check_packed(loss_fn: LossFunction, data: Mapping[str, Tensor], packed: PackedSequences) -> None:
-    """Refuse packed sequences that end before the last token that carries loss, before there is any output.
+    """Refuse packed sequences that end before their last token that carries loss, before a forward.
 
     Raises:
         ValueError: where values are looked at.

@@ -412,13 +412,6 @@ def _mode_by_rank() -> None:
         M.forward_backward(_wrapped(Case(tp=2)), NLL(), _mine())
 
 
-def _inverted() -> None:
-    rows = [{**data, "token_mask": data["token_mask"].clone()} for data in _mine(1)]
-    for data in rows:
-        data["token_mask"][:, 0], data["token_mask"][:, 3] = 1, 0
-    _own(_wrapped(Case(tp=2)), _pg(), rows)
-
-
 DROPS = {"attention_dropout": 0.1, "hidden_dropout": 0.1}
 HALF: dict[str, object] = {"fp16": True}
 NLL = partial(make_loss, Case())
@@ -646,7 +639,6 @@ WARNED: dict[str, tuple[dict[str, int], Callable[[], object], str]] = {
         "a loss that was detached",
     ),
     "gradients that were not zeroed in an own step": ({}, _accumulated_by_hand, "the gradients of an earlier step are"),
-    "an inverted mask": ({"tp": 2}, _inverted, "Is the mask inverted?"),
     "gradients without DDP": ({}, lambda: _not_zeroed(False), "before each step call optimizer.zero_grad()"),
 }
 # right, without a word
