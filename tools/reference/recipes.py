@@ -18,9 +18,9 @@ ONLY_HERE = "Only here"  # the entry of a recipe that no other system has
 
 INDEX = """# Recipes
 
-A recipe is a loss with its options, an advantage estimator and a trainer's settings, in one YAML file of `configs/recipes`.
-`parallel-rl train --recipe NAME` runs it, and `parallel-rl recipes NAME` prints it. In a loop of your own, `load_recipe` gives
-the loss and its options, and `estimate` the advantages:
+A recipe is a YAML file of `configs/recipes`: a loss with its options, an advantage estimator and settings of the trainer.
+`parallel-rl recipes NAME` prints it, and `parallel-rl train --recipe NAME` trains by it. A few recipes are a loss alone, and `train`
+says what they lack. In a loop of your own, `load_recipe` returns the loss and its options, and `estimate` the advantages:
 
 ```python
 from parallel_rl import load_recipe
@@ -36,7 +36,7 @@ loss_fn = loss_class(options, vocab_size=151936)
 
 OUTSIDE = """## What other systems call them
 
-Each recipe's page says how the default differs there.
+The section of a recipe says how the default differs there.
 """
 
 
