@@ -5,16 +5,33 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from parallel_rl.losses.core.call import LossCall, LossWrapper
+from parallel_rl.labels import with_labels
+from parallel_rl.losses.core.call import LossCall, LossFunction, LossWrapper
+from parallel_rl.losses.core.checks import check_lengths
+from parallel_rl.losses.core.loss import Loss
 from parallel_rl.losses.core.one_row import PackedSequences
+from parallel_rl.validation import checks_values
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from torch import Tensor
 
     from parallel_rl.losses.core.base import LossFn
     from parallel_rl.metrics import Metrics
     from parallel_rl.prefix_tree import PrefixTree
     from parallel_rl.statistics import Statistics
+
+
+def check_packed(loss_fn: LossFunction, data: Mapping[str, Tensor], packed: PackedSequences) -> None:
+    """Refuse packed sequences that end before their last token that carries loss, before a forward.
+
+    Raises:
+        ValueError: where values are looked at.
+    """
+    data, lengths = with_labels(data), packed.cu_seqlens.diff()
+    if isinstance(loss_fn, Loss) and checks_values(data["token_mask"]) and len(lengths) == len(data["token_mask"]):
+        check_lengths(loss_fn.scored(data), lengths.to(data["token_mask"].device))
 
 
 class SequencePackingLossWrapper(LossWrapper):
@@ -52,6 +69,11 @@ class SequencePackingLossWrapper(LossWrapper):
     ) -> None:
         self.loss_fn = loss_fn
         self.packed_sequences = PackedSequences(cu_seqlens_q, cu_seqlens_q_padded, tail)
+
+    def check_inputs(self, data: Mapping[str, Tensor], *, values: bool = True) -> None:
+        super().check_inputs(data, values=values)
+        if values:
+            check_packed(self.loss_fn, data, self.packed_sequences)
 
     def run(self, call: LossCall) -> tuple[Tensor, Metrics]:
         return self.loss_fn.run(replace(call, packed_sequences=self.packed_sequences))

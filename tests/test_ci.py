@@ -97,6 +97,7 @@ def test_a_signal_ends_both(tmp_path: Path, number: signal.Signals) -> None:
         ("demo", 1),
         ("demo-hf", 2),
         ("test", 1),
+        ("docs-site", 1),
         ("test-slow", 2),
         ("test-all", 1),
         ("test-triton", 1),

@@ -17,7 +17,7 @@ FLOORS = (
     ("cluster", "config", "groups", "labels", "replicated", "segments", "validation"),
     ("agreement", "functional", "layout", "schema"),
     ("counts", "metrics", "prefix_tree", "statistics", "vocab"),
-    ("advantages", "losses"),
+    ("advantages", "losses", "servers"),
     ("experience", "explain", "packing", "plan", "port", "recipes"),
     ("compat", "hosts", "megatron"),
     ("testing",),

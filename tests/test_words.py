@@ -60,3 +60,24 @@ def test_no_docstring_begins_with_a_relative_clause() -> None:
     clause = re.compile(r'^ *"""(?:What|Where|Which|Who|Whose|Of|Those|That) .*', re.M)
     lines = {str(path): clause.findall(path.read_text(encoding="utf-8")) for path in PACKAGE.rglob("*.py")}
     assert {path: some for path, some in lines.items() if some} == {}
+
+
+PAGES = [
+    page
+    for pattern in ("*.md", "docs/**/*.md", "slurm/*.md", "benchmarks/*.md", "examples/**/*.md")
+    for page in sorted(PACKAGE.parent.glob(pattern))
+    if page.name not in ("api.md", "command_line.md")  # the site's, made from docstrings
+]
+MOST_WORDS = 40
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(PACKAGE.parent)))
+def test_sentences_of_a_page_are_short(page: Path) -> None:
+    text = re.sub(r"^ *```.*?^ *```", "", page.read_text(encoding="utf-8"), flags=re.M | re.S)
+    text = re.sub(r"^( {4,}|\s*\||#).*$", "", text, flags=re.M)  # blocks, tables, headings
+    text = re.sub(r"\]\([^)]*\)", "]", text)
+    paragraphs = re.split(r"\n\s*\n|\n *(?:- |\d+\. )", text)
+    sentences = [one for part in paragraphs for one in re.split(r"(?<=[.!?:])[)\"*]*\s+", " ".join(part.split()))]
+    words = [[word for word in sentence.split() if not word.startswith(("`", "[`"))] for sentence in sentences]
+    long = [sentence for sentence, own in zip(sentences, words, strict=True) if len(own) > MOST_WORDS]
+    assert not long, f"split into sentences of at most {MOST_WORDS} words: {long}"

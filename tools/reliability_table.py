@@ -14,20 +14,21 @@ ROOT = Path(__file__).parent.parent
 FILE = ROOT / "docs" / "reliability.md"
 Outcome = Mapping[str, object]
 
-INTRODUCTION = """# What may happen to a job, and what comes of it
+INTRODUCTION = """# Failures and recovery
 
-Made by `make soak` from the outcomes of `tests/slurm/test_faults.py`, which does each of this to real jobs: two of the
-three nodes of a private Slurm cluster on one machine, `slurm/train.sbatch`, the trainer on gloo, float32, a checkpoint at
-each step. It happens at a random instant of the run, of the check before it or of its gate; the processes are held there until
-it has reached them. A case counts only
-if the job's logs say who and why, and the run, when it has gone on to its end, has each step in `metrics.jsonl` exactly
-once, with numbers that are bit-equal to those of a run which nothing happened to. (At another layout they are within 1e-5;
-`tests/training` holds that.) Seconds are from the fault to the state of the job, other jobs beside it on the same cores.
+Made by `make soak` from the outcomes of `tests/slurm/test_faults.py`, which does each of this to real jobs. They run on two of
+the three nodes of a private Slurm cluster on one machine, by `slurm/train.sbatch`, with the trainer on gloo in float32 and a
+checkpoint at each step. The fault happens at a random instant of the run, of the check before it or of its gate. The processes
+are held there until it has reached them.
 
-A job that is queued again goes on by itself. After FAILED or CANCELLED the same `sbatch` goes on from the last checkpoint.
+A case passes if the logs name the culprit and the cause, and the completed run contains each step in `metrics.jsonl` exactly
+once. Its numbers are bit-equal to those of a run without a fault. (At another layout they are within 1e-5; `tests/training`
+holds that.) Seconds are from the fault to the state of the job, other jobs beside it on the same cores.
 
-Rollout servers beside the trainer (`slurm/with_server.sbatch`) have `tests/slurm/test_servers.py`: a server is killed, twice,
-and the job is cancelled.
+A job that is queued again resumes automatically. After FAILED or CANCELLED the same `sbatch` resumes from the last checkpoint.
+
+`tests/slurm/test_servers.py` does the same to rollout servers beside the trainer (`slurm/with_server.sbatch`): a server is
+killed, twice, and the job is cancelled.
 
 | what happens | how it is done | the job is then | after | what its logs say | times |
 |---|---|---|--:|---|--:|

@@ -4,16 +4,8 @@ The trainer and `ExperienceMaker` share `pipeline` and `draw_groups`. Advantage 
 pointwise mathematics in `parallel_rl.functional`, the order of records and layouts in the trainer.
 """
 
-from parallel_rl.experience.completion_server import (
-    CompletionServer,
-    CompletionServerConfig,
-    CompletionServerError,
-    Sampling,
-)
-from parallel_rl.experience.completions import Completion
 from parallel_rl.experience.dynamic_sampling import Drawn, DynamicSampling, draw_groups
 from parallel_rl.experience.failures import FailedSamplesConfig, SampleFailures
-from parallel_rl.experience.http_reward import HTTPReward, HTTPRewardConfig, RewardServerError
 from parallel_rl.experience.kl_control import AdaptiveKLController, FixedKLController, kl_controller
 from parallel_rl.experience.maker import ExperienceMaker, Made, Sources, text_rewards
 from parallel_rl.experience.maker_config import ExperienceConfig
@@ -30,6 +22,14 @@ from parallel_rl.experience.shaping import (
     clip_filter_like_weight,
     compute_reward,
 )
+from parallel_rl.servers.completion_server import (
+    CompletionServer,
+    CompletionServerConfig,
+    CompletionServerError,
+    Sampling,
+)
+from parallel_rl.servers.completions import Completion
+from parallel_rl.servers.http_reward import HTTPReward, HTTPRewardConfig, RewardServerError
 
 __all__ = [
     "AdaptiveKLController",

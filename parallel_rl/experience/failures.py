@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,20 +12,21 @@ from torch.distributed import ProcessGroup
 
 from parallel_rl.agreement import communication_device, raise_on_all_ranks
 from parallel_rl.config.strict import at_least
-from parallel_rl.experience.completions import MINUS_INFINITY
 from parallel_rl.experience.samples import Samples
 from parallel_rl.groups import group_sum
+from parallel_rl.servers.completions import MINUS_INFINITY
+from parallel_rl.servers.http_reward import Scored
 
 CAUSES = ("logprobs", "reward")
 
 
 @dataclass(frozen=True)
 class FailedSamplesConfig:
-    """Samples without a finite reward or without finite log-probs: they are masked, as long as they are few.
+    """Samples without a finite reward or finite log-probs: masked, as long as they are few.
 
     Attributes:
-        retries: how often such a sample is drawn or scored again before it is masked.
-        max_share: the share of a step's samples that may be masked so; more end the run.
+        retries: attempts to draw or score such a sample again before it is masked.
+        max_share: share of a step's samples that may be masked; more end the run.
     """
 
     retries: int = 2
@@ -38,15 +38,8 @@ class FailedSamplesConfig:
             raise ValueError(f"max_share = {self.max_share} must be at most 1, all samples of a step")
 
 
-class Scored(NamedTuple):
-    """Rewards [N], NaN for each sample that failed, and the errors of these samples."""
-
-    rewards: Tensor
-    faults: Mapping[int, Exception]
-
-
 def score_again(score: Callable[[Sequence[int]], Scored], count: int, retries: int) -> Scored:
-    """Score `count` samples, then those that failed again, at most `retries` times; faults are of the first attempt."""
+    """Score `count` samples, failed ones again up to `retries` times; faults are the first attempt's."""
     rewards, faults = score(range(count))
     for _ in range(retries):
         if not faults:
@@ -59,7 +52,7 @@ def score_again(score: Callable[[Sequence[int]], Scored], count: int, retries: i
 
 
 def failed_logprobs(samples: Samples) -> Tensor:
-    """[N] bool: padded samples with a sampled token whose log-prob is no finite number."""
+    """Mark padded samples, [N] bool, with a sampled token whose log-prob is no finite number."""
     if samples.generation_logprobs is None:
         return torch.zeros_like(samples.lengths, dtype=torch.bool)
     finite = (samples.generation_logprobs > MINUS_INFINITY) & (samples.generation_logprobs < math.inf)
@@ -67,7 +60,7 @@ def failed_logprobs(samples: Samples) -> Tensor:
 
 
 def without_failed_logprobs(samples: Samples) -> tuple[Samples, Tensor]:
-    """Set the log-probs of samples that failed to 0, and return their mask [N], too."""
+    """Set the log-probs of failed samples to 0; also return their mask [N]."""
     failed, logprobs = failed_logprobs(samples), samples.generation_logprobs
     if logprobs is None:
         return samples, failed
@@ -88,7 +81,7 @@ def without_lone(rewards: Tensor, size: int) -> Tensor:
 
 
 class SampleFailures:
-    """Counter of the samples that failed, by cause; it prints the first message of each cause."""
+    """Counter of failed samples by cause; it prints the first message of each cause."""
 
     def __init__(self, config: FailedSamplesConfig) -> None:
         self.config = config

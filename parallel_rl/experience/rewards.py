@@ -19,9 +19,8 @@ from parallel_rl.config.names import is_left, not_registered
 from parallel_rl.config.shown import shown
 from parallel_rl.config.strict import configure
 from parallel_rl.experience.checkers import check_math, exact_match, math_equal, think_format
-from parallel_rl.experience.failures import Scored
-from parallel_rl.experience.http_reward import HTTPReward, HTTPRewardConfig
 from parallel_rl.groups import group_rank
+from parallel_rl.servers.http_reward import HTTPReward, HTTPRewardConfig, Scored
 
 # (prompt, completion, answer) -> reward, for a completion without its end token. An argument `extra` gets the record's other
 # columns.

@@ -6,7 +6,9 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 
 import torch
+from megatron.core import parallel_state
 
+from parallel_rl.groups import ParallelGroups
 from parallel_rl.losses.core.call import LossFunction
 from parallel_rl.megatron.lm_head import FusedHead
 from parallel_rl.megatron.micro_batch import MicroBatch
@@ -44,8 +46,10 @@ def refuse_name_and_class(loss_fn: object) -> None:
         )
 
 
-def fault_of(models: Sequence[torch.nn.Module], batches: object, head: object) -> ValueError | None:
-    """Return the error of wrong batches, a missing gradient or an unfit head; `prepare` agrees on it."""
+def fault_of(
+    models: Sequence[torch.nn.Module], batches: object, head: object, groups: ParallelGroups
+) -> ValueError | None:
+    """Return the error of unfit micro-batches, head or groups, or of a missing gradient; `prepare` agrees on it."""
     try:
         if not torch.is_grad_enabled():
             raise ValueError(
@@ -54,6 +58,7 @@ def fault_of(models: Sequence[torch.nn.Module], batches: object, head: object) -
             )
         _check_batches(batches)
         _check_head(models, head)
+        _check_groups(groups)
     except ValueError as error:
         return error
     return None
@@ -81,3 +86,17 @@ def _check_head(models: Sequence[torch.nn.Module], head: object) -> None:
         raise ValueError(f"head must be what `fuse_head` returned for this model, got {type(head).__name__}")
     if head is not None and all(unwrap(model) is not head.model for model in models):
         raise ValueError("head is the fused head of another model; give what `fuse_head` returned for this one")
+
+
+def _check_groups(groups: ParallelGroups) -> None:
+    sizes = {
+        "tensor": (groups.tp_size, parallel_state.get_tensor_model_parallel_world_size()),
+        "context": (groups.cp_size, parallel_state.get_context_parallel_world_size()),
+        "data": (groups.dp_size, parallel_state.get_data_parallel_world_size()),
+    }
+    for name, (size, of_megatron) in sizes.items():
+        if size != of_megatron:
+            raise ValueError(
+                f"groups has {size} {name} ranks, Megatron's process groups {of_megatron} (data ranks without context ranks); "
+                "leave groups= out, or give ParallelGroups.from_megatron()"
+            )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Callable, Mapping
+from math import isclose
 from typing import TYPE_CHECKING
 
 import torch
@@ -14,18 +15,25 @@ from parallel_rl.agreement import communication_device, raise_on_all_ranks
 from parallel_rl.counts import check_masks, own_counts
 from parallel_rl.groups import ParallelGroups, reduce_
 from parallel_rl.labels import with_labels
-from parallel_rl.megatron.loop_checks import facts_of_loss, is_checked, warn
+from parallel_rl.losses.core.call import LossFunction
+from parallel_rl.megatron.finalizing import Finalizing
+from parallel_rl.megatron.loop_checks import fact_of_validation, facts_of_loss, is_checked, warn
 
 if TYPE_CHECKING:
     from megatron.core.transformer.transformer_config import TransformerConfig
     from torch import Tensor
+    from torch.distributed import ProcessGroup
 
-_of_configs: dict[int, StepOfCallbacks] = {}  # by id: a config has no hash
+    from parallel_rl.statistics import Statistics
+
+#: by id, since a config has no hash; the chunks of one model may have a config each, and share a step
+_of_configs: dict[object, StepOfCallbacks] = {}
 
 
 def callbacks_of(config: TransformerConfig) -> StepOfCallbacks:
     """Return the current step of the model with this config."""
-    key = id(config)
+    chunks = config.virtual_pipeline_model_parallel_size or 1
+    key: object = id(config) if chunks == 1 else (chunks, config.num_layers, config.hidden_size)
     if key not in _of_configs:
         _of_configs[key] = StepOfCallbacks(config)
         weakref.finalize(config, _of_configs.pop, key, None)
@@ -45,7 +53,9 @@ class StepOfCallbacks:
         self.steps = 0
         self.made = 0  # callbacks of the current step
         self.sums: Tensor | None = None
+        self.data: list[Mapping[str, Tensor]] = []
         self.fault: ValueError | None = None
+        self.finalizing: Finalizing | None = None
 
     def add(
         self,
@@ -55,8 +65,11 @@ class StepOfCallbacks:
         num_microbatches: int,
         groups: ParallelGroups,
         *,
+        config: TransformerConfig,
         ddp: bool,
         loss_fn: object,
+        head: object,
+        statistics: Statistics | None,
     ) -> bool:
         """Add the step's next callback and raise its faults; return whether a later step's backward follows.
 
@@ -67,16 +80,21 @@ class StepOfCallbacks:
             check: settings and data; its argument is True for the very first callback.
             data: of this micro-batch; None on a stage without data.
             counts: by which the loss divides.
-            loss_fn: the loss, in which the ranks of a stage must agree.
+            config: of the chunk; the schedule reads that of a step's first callback.
+            loss_fn, head: the loss, in which the ranks of a stage must agree.
+            statistics: that the loss got; those of the data are counted once more after the last callback.
             ddp: data ranks run the schedule together; without DDP one may be idle, and is not waited for.
         """
         looks = self.made == 0 and self.steps > 0 and is_checked(self.steps)
         checked = is_checked(self.steps) and groups == ParallelGroups.from_megatron()
         first, last = self.made == 0, self.made + 1 >= num_microbatches * self.chunks
         self.made += 1
+        if first and self.finalizing is not None:
+            self.finalizing.end()
+            self.finalizing = None
         try:
-            if first and checked:
-                same = facts_of_loss(loss_fn)
+            if first and (checked or self.steps == 0):
+                same = {**facts_of_loss(loss_fn, head), **fact_of_validation()}
                 if self.shares_experts:
                     same["the number of micro-batches (with expert parallelism; add masked ones)"] = num_microbatches
                 raise_on_all_ranks(
@@ -94,15 +112,22 @@ class StepOfCallbacks:
             fault = self.fault
             self._forget()
             raise fault
+        if first and checked and ddp:
+            self.finalizing = Finalizing(config, first=self.steps == 0)
+        if self.finalizing is not None:
+            self.finalizing.add(data, last)
         if checked and self.fault is None and data is not None:
             self._count(data)
+            self.data.append(data)
         if last:
-            sums = self.sums
+            sums, batches = self.sums, self.data
             self.steps += 1
             self._forget()
             if checked and sums is not None:
                 try:
                     self._compare(sums, counts, num_microbatches, groups, ddp)
+                    if statistics is not None and self.chunks == 1 and ddp and isinstance(loss_fn, LossFunction):
+                        _compare_statistics(loss_fn.count(batches, groups.data), statistics, groups.data)
                 except ValueError as error:
                     if stages == 1:
                         raise
@@ -112,7 +137,7 @@ class StepOfCallbacks:
         return looks
 
     def _forget(self) -> None:
-        self.made, self.sums, self.fault = 0, None, None
+        self.made, self.sums, self.fault, self.data = 0, None, None, []
 
     def _count(self, data: Mapping[str, Tensor]) -> None:
         data = with_labels(data)
@@ -146,3 +171,18 @@ class StepOfCallbacks:
                     )
 
         raise_on_all_ranks(check, [others])
+
+
+def _compare_statistics(counted: Statistics, statistics: Statistics, data_group: ProcessGroup | None) -> None:
+    """Refuse statistics of another step's data, or of one data rank."""
+
+    def check() -> None:
+        for name, right in counted.items():
+            number = float(statistics[name])
+            if not isclose(number, float(right), rel_tol=1e-3):
+                raise ValueError(
+                    f"statistics has {name} = {number:g}, the micro-batches of this step {float(right):g}. Call "
+                    "loss_fn.count once a step on all its micro-batches, over the data group without context ranks"
+                )
+
+    raise_on_all_ranks(check, [data_group])

@@ -13,7 +13,7 @@ from megatron.core.tensor_parallel import ColumnParallelLinear
 from torch import Tensor
 
 from parallel_rl.megatron.model import unwrap
-from parallel_rl.vocab.consumed import mark_hidden_states
+from parallel_rl.vocab.consumed import mark_hidden_states, model_of_hidden_states
 from parallel_rl.vocab.linear.lm_head import LMHeadInput
 from parallel_rl.vocab.linear.main_grad import let_others_add
 from parallel_rl.vocab.linear.plan import LinearMode, check_mode
@@ -50,7 +50,12 @@ class FusedHead:
         Args:
             rows: upper bound of loss-carrying rows on any rank, see `LMHeadInput`; e.g. the micro-batch's valid tokens, known
                 on the host.
+
+        Raises:
+            ValueError: hidden states of another model that has a fused head.
         """
+        if model_of_hidden_states(output) not in (None, self.model):
+            raise ValueError("head is the fused head of another model; give what `fuse_head` returned for this one")
         if not is_fused(self.model):
             return output
         layer = self.model.output_layer
@@ -109,7 +114,7 @@ def is_fused(model: torch.nn.Module) -> bool:
 
 def _mark_output(model: torch.nn.Module, _inputs: object, output: object) -> None:
     if isinstance(output, Tensor) and is_fused(model):
-        mark_hidden_states(output)
+        mark_hidden_states(output, unwrap(model))
 
 
 def _hidden_states(

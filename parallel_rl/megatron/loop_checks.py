@@ -22,14 +22,23 @@ if TYPE_CHECKING:
 
 _OF_LOSS = "the loss (a checksum of its class, config, temperature and vocab_size)"
 _OF_WEIGHTS = (
-    "the model's weights (a checksum; data and context ranks begin alike: one seed for all, or DDP's broadcast_params)"
+    "the model's weights (a checksum, of which weights train too; data and context ranks begin alike: one seed for all, or "
+    "DDP's broadcast_params; later config.finalize_model_grads_func and one kind of optimizer on all keep them so)"
+)
+_OF_REPLICAS = (
+    "the weights that tensor ranks hold alike, such as norms, or which weights train (requires_grad; a checksum)"
+)
+_NOT_ZEROED = (
+    "the gradients of an earlier step are still there, and this step's are added to them; before each step call {}"
 )
 _FIRST_STEPS = 3  # in which checks may cost a collective or a wait for the device
 _ROUNDING = 1e-3  # of the factor of a loss
 _NODES = 32  # of the graph behind the model's output; the LM head is among the first
 
 _steps_of_models: weakref.WeakKeyDictionary[torch.nn.Module, int] = weakref.WeakKeyDictionary()
+_steps_of_optimizers: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
 _optimizer_hook: list[RemovableHandle] = []
+_finalized: list[tuple[list[Tensor], Tensor]] = []  # gradients of the last step that was looked at, and their size then
 
 
 def warn(text: str) -> None:
@@ -60,11 +69,7 @@ def begin_step(models: Sequence[torch.nn.Module], ddp: bool) -> None:
     steps = steps_of(models)
     _steps_of_models[models[0]] = steps + 1
     if steps and is_checked(steps) and any(bool(grad.any()) for grad in _some_gradients(models)):
-        zero = "model.zero_grad_buffer() and optimizer.zero_grad()" if ddp else "optimizer.zero_grad()"
-        warn(
-            "the gradients of an earlier step are still there, and this step's are added to them; before each step call "
-            f"{zero}"
-        )
+        warn(_NOT_ZEROED.format("model.zero_grad_buffer() and " * ddp + "optimizer.zero_grad()"))
     if ddp:
         watch_optimizers()
         for model in models:
@@ -87,7 +92,9 @@ def warn_of_left_gradient(output: Tensor) -> None:
         if parameter is None or main_grad is None:
             continue
         grad = parameter.grad
-        if grad is not None and (grad.data_ptr() == main_grad.data_ptr() or bool(grad.any())):
+        if bool(main_grad.any()):
+            warn(_NOT_ZEROED.format("model.zero_grad_buffer() and optimizer.zero_grad()"))
+        elif grad is not None and (grad.data_ptr() == main_grad.data_ptr() or bool(grad.any())):
             warn(
                 "an earlier step's gradient is still in `grad`, and Megatron's DDP adds it to this step's; before each step "
                 "call optimizer.zero_grad() beside model.zero_grad_buffer()"
@@ -119,23 +126,46 @@ def warn_of_factor(loss: Tensor, factor: float, config: TransformerConfig) -> No
     loss.register_hook(look)
 
 
-def watch_optimizers() -> None:
-    """Warn once of a torch optimizer that steps on parameters of Megatron's DDP without a gradient.
+def remember_gradients(models: Sequence[torch.nn.Module]) -> None:
+    """Remember the size of a few finalized gradients until an optimizer's step, before which nothing may enlarge them."""
+    if gradients := _some_gradients(models):
+        _finalized[:] = [(gradients, _size(gradients))]
 
-    A hook that torch runs before each step of its optimizers looks at parameters on the host; it goes after its warning.
+
+def _size(gradients: Sequence[Tensor]) -> Tensor:
+    return torch.stack([x.detach().double().square().sum() for x in gradients]).sum()
+
+
+def watch_optimizers() -> None:
+    """Warn of an optimizer that steps on parameters of Megatron's DDP without a gradient, or on gradients that are all 0.
+
+    A hook that torch runs before each step of its optimizers looks at parameters on the host, and in an optimizer's first
+    three steps at gradients, up to one that is not 0.
     """
     if not _optimizer_hook:
         _optimizer_hook.append(register_optimizer_step_pre_hook(_before_optimizer_step))
 
 
 def _before_optimizer_step(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
-    wrapped = False
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            if parameter.grad is not None or getattr(parameter, "decoupled_grad", None) is not None:
-                return
-            wrapped = wrapped or getattr(parameter, "main_grad", None) is not None
-    if wrapped:
+    for finalized, size in _finalized:
+        if _size(finalized) > size * (1 + _ROUNDING):
+            warn(
+                "the gradients grew between the step's backward and the optimizer: forward_backward and Megatron's schedule "
+                "have summed them over ranks, so do not call finalize_model_grads again, or multiply main_grad"
+            )
+    _finalized.clear()
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    gradients = [getattr(p, "decoupled_grad", None) if p.grad is None else p.grad for p in parameters]
+    if any(gradient is not None for gradient in gradients):
+        steps = _steps_of_optimizers.get(optimizer, 0)
+        _steps_of_optimizers[optimizer] = steps + 1
+        if is_checked(steps) and not any(bool(gradient.any()) for gradient in gradients if gradient is not None):
+            warn(
+                f"{type(optimizer).__name__} steps on gradients that are all 0. Look for gradients that were zeroed after "
+                "backward, a schedule with forward_only=True, a loss that was detached, an optimizer of another model, or a "
+                "step without a valid token or advantage"
+            )
+    elif any(getattr(parameter, "main_grad", None) is not None for parameter in parameters):
         _optimizer_hook.pop().remove()
         warn(
             f"{type(optimizer).__name__} steps without a gradient, so no weight moves: Megatron's DDP keeps gradients in "
@@ -160,18 +190,38 @@ def inner_loss(loss_fn: object) -> object:
     return getattr(loss_fn, "loss_fn", loss_fn)
 
 
-def facts_of_loss(loss_fn: object) -> dict[str, int]:
-    """Return a checksum of a loss's class, config, temperature and vocabulary; all ranks must agree in it."""
+def facts_of_loss(loss_fn: object, head: object) -> dict[str, int]:
+    """Return a checksum of a loss's class, config, temperature and vocabulary, and whether its head is fused.
+
+    All ranks must agree in both.
+    """
     loss_fn = inner_loss(loss_fn)
     options = [
         getattr(getattr(loss_fn, "options", None), name, None) for name in ("temperature", "vocab_size", "cp_layout")
     ]
     text = f"{type(loss_fn).__module__}.{type(loss_fn).__qualname__} {getattr(loss_fn, 'config', None)!r} {options}"
-    return {_OF_LOSS: zlib.crc32(re.sub(r" at 0x[0-9a-f]+", "", text).encode())}
+    checksum = zlib.crc32(re.sub(r" at 0x[0-9a-f]+", "", text).encode())
+    return {_OF_LOSS: checksum, "whether head= is given (1, or 0)": int(head is not None)}
+
+
+def fact_of_validation() -> dict[str, int]:
+    """Return the mode of `set_validation`; ranks of other modes would wait for each other."""
+    return {"set_validation (0: never, 1: auto, 2: always)": ("never", "auto", "always").index(get_validation())}
 
 
 def facts_of_weights(models: Sequence[torch.nn.Module]) -> dict[str, int]:
     """Return a checksum of a few values of each weight that data ranks hold alike; experts are left out."""
     weights = [weight for model in models for weight in model.parameters() if getattr(weight, "allreduce", True)]
+    return {_OF_WEIGHTS: _checksum(weights, weights)}
+
+
+def facts_of_replicas(models: Sequence[torch.nn.Module]) -> dict[str, int]:
+    """Return a checksum of a few values of each weight that tensor ranks hold alike, and of which weights train."""
+    weights = [weight for model in models for weight in model.parameters() if getattr(weight, "allreduce", True)]
+    return {_OF_REPLICAS: _checksum(weights, [w for w in weights if not getattr(w, "tensor_model_parallel", False)])}
+
+
+def _checksum(trained: Sequence[Tensor], weights: Sequence[Tensor]) -> int:
     few = [weight.detach().flatten()[:: max(weight.numel() // 4, 1)].double().cpu() for weight in weights]
-    return {_OF_WEIGHTS: zlib.crc32(torch.cat(few).numpy().tobytes()) if few else 0}
+    crc = zlib.crc32(bytes(weight.requires_grad for weight in trained))
+    return zlib.crc32(torch.cat(few).numpy().tobytes(), crc) if few else crc

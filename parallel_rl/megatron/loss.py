@@ -78,8 +78,10 @@ def megatron_loss_func(
     Each call checks settings, shapes and dtypes on the host. The first three steps of a config (all with
     `set_validation("always")`) also check values, exchange faults within a pipeline stage, compare data ranks' numbers of
     micro-batches under expert parallelism, and compare the counts with the step's data; the host waits for this. In backward
-    they warn of a gradient scaled around the callback. Pipeline stages raise a fault once as many micro-batches have begun as
-    stages follow; wrong counts warn, and raise in the next step. Under `torch.no_grad()` only the call itself is checked.
+    they warn of a gradient scaled around the callback. Before gradients are finalized they compare weights, wrapper and the
+    rows of all stages on all ranks: until then `config.finalize_model_grads_func` is a function around yours. Pipeline stages
+    raise a fault once as many micro-batches have begun as stages follow; wrong counts warn, and raise in the next step. Under
+    `torch.no_grad()` only the call itself is checked.
 
     Before each step call `model.zero_grad_buffer()` and `optimizer.zero_grad()`: DDP adds what is left in `grad` to the next
     gradient. The second and third step warn of it.
@@ -113,6 +115,7 @@ def megatron_loss_func(
     where = groups or ParallelGroups.from_megatron()
     counts = (global_valid_seqs, global_valid_toks)
     whole = loss_fn.func if isinstance(loss_fn, partial) else loss_fn
+    statistics = loss_fn.keywords.get("statistics") if isinstance(loss_fn, partial) else None
     trains = torch.is_grad_enabled()  # Megatron's evaluation runs without gradients
 
     def check(first: bool) -> None:
@@ -130,7 +133,6 @@ def megatron_loss_func(
         if first and where.cp_size > 1:
             warn_of_cut(config, whole)
         if needs is not None:
-            statistics = loss_fn.keywords.get("statistics") if isinstance(loss_fn, partial) else None
             check_statistics(type(whole).__name__, needs, statistics)
         if data is None and is_last_stage():
             raise ValueError("data is None on the last pipeline stage, which computes the loss")
@@ -148,10 +150,13 @@ def megatron_loss_func(
 
     checked = trains and is_checked(callbacks_of(config).steps)
     looks = False
+    if ddp:
+        watch_optimizers()
     if trains:
-        if ddp:
-            watch_optimizers()
-        looks = callbacks_of(config).add(check, data, counts, num_microbatches, where, ddp=ddp, loss_fn=whole)
+        looks = callbacks_of(config).add(
+            check, data, counts, num_microbatches, where,
+            config=config, ddp=ddp, loss_fn=whole, head=head, statistics=statistics,
+        )  # fmt: skip
     else:
         check(False)
 

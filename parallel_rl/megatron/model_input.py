@@ -19,6 +19,7 @@ from parallel_rl.megatron.mtp import heads_running
 from parallel_rl.megatron.tree_attention import tree_params, tree_plan
 from parallel_rl.megatron.tree_model import check_tree_model, positions_by_depth
 from parallel_rl.prefix_tree import PrefixTree
+from parallel_rl.validation import checks_values
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,7 @@ def padded_input(input_ids: Tensor, context: Context | None = None) -> ModelInpu
         context: the ranks that share the rows; None is Megatron's. `ALONE` while they are data replicas (`replicas`).
 
     Raises:
-        ValueError: S is not divisible by 2·cp, or by what sequence parallelism needs.
+        ValueError: S is not divisible by 2·cp, or by what sequence parallelism needs; ids that no model embeds.
     """
     context = context or Context.present()
     layout = SequenceLayout.padded(
@@ -207,10 +208,23 @@ def forward_logits(model: torch.nn.Module, batch: ModelInput, *, mtp: bool = Fal
 
 
 def _local(input_ids: Tensor, layout: SequenceLayout) -> tuple[Tensor, Tensor]:
+    _check_ids(input_ids)
     shape = layout.local_shape
     # padding may lie beyond the last learned position; its output is never read
     places = torch.where(layout.held[1], layout.positions, 0)
     return layout.shard(input_ids, shift=False).view(shape), places.view(shape)
+
+
+def _check_ids(input_ids: Tensor) -> None:
+    """Refuse what no model embeds; a tensor rank takes a negative id for one of another rank's."""
+    if input_ids.dtype not in (torch.int64, torch.int32):
+        raise ValueError(f"input_ids must be int64 or int32 [B, S], got {input_ids.dtype} {list(input_ids.shape)}")
+    if checks_values(input_ids) and input_ids.numel() and int(input_ids.min()) < 0:
+        row, column = (input_ids < 0).nonzero()[0].tolist()
+        raise ValueError(
+            f"input_ids = {int(input_ids[row, column])} at [{row}, {column}] lies outside the model's vocabulary, and "
+            "the model embeds padding too: pad with any id of the tokenizer where token_mask is 0"
+        )
 
 
 def _cumulate(lengths: Tensor) -> Tensor:

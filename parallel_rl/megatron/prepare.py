@@ -22,13 +22,28 @@ from parallel_rl.megatron.auxiliary import check_auxiliary_losses, has_auxiliary
 from parallel_rl.megatron.capabilities import heads_take_packed_rows
 from parallel_rl.megatron.fp8 import check_positions, compares_data_ranks, positions_unit
 from parallel_rl.megatron.lm_head import FusedHead
-from parallel_rl.megatron.loop_checks import facts_of_loss, facts_of_weights, is_checked, steps_of
+from parallel_rl.megatron.loop_checks import (
+    fact_of_validation,
+    facts_of_loss,
+    facts_of_replicas,
+    facts_of_weights,
+    is_checked,
+    steps_of,
+)
 from parallel_rl.megatron.micro_batch import MicroBatch, padded_batch
 from parallel_rl.megatron.model import unwrap
 from parallel_rl.megatron.model_config import CUT
-from parallel_rl.megatron.row_checks import check_columns, check_ids, warn_of_padding, warn_of_prompts
+from parallel_rl.megatron.row_checks import (
+    ROWS,
+    check_columns,
+    check_ids,
+    warn_of_padding,
+    warn_of_prompts,
+    warn_of_same_rows,
+)
 from parallel_rl.megatron.settings import check_model, check_rows
 from parallel_rl.megatron.tree_model import check_tree_model
+from parallel_rl.packing import check_packed
 from parallel_rl.replicated import Replicated
 
 _ADVICE = (
@@ -57,7 +72,7 @@ def prepare(
     layout = [parallel_state.get_model_parallel_group(), groups.context]
     first, checked = steps_of(models) == 0, is_checked(steps_of(models))
     columns = getattr(unwrap(models[0]), "vocab_size", None)
-    fault = fault_of(models, batches, head)
+    fault = fault_of(models, batches, head, groups)
     batches = [] if fault else batches
     data = [batch.data if isinstance(batch, MicroBatch) else batch for batch in batches]
     ids = [fields.get("input_ids") for fields in data]
@@ -67,9 +82,16 @@ def prepare(
     }
 
     alone = groups.tp_size == parallel_state.get_pipeline_model_parallel_world_size() == 1
-    loss = facts_of_loss(loss_fn) if checked else {}
-    weights = facts_of_weights([] if fault else models) if checked and first else {}
+    # The first step compares them in mode "never" too, so that ranks of several modes do not wait for each other.
+    loss = facts_of_loss(loss_fn, head) if checked or first else {}
+    # Later steps see gradients that were not summed over data ranks; a delayed gather shows other weights until the forward.
+    gathered = not any(getattr(model, "overlap_param_gather_enabled", False) for model in models)
+    weights = facts_of_weights([] if fault else models) if first or (checked and gathered) else {}
     same |= loss | (weights if alone else {})
+    if first:
+        same |= fact_of_validation()
+        if parallel_state.get_pipeline_model_parallel_world_size() == 1:
+            same |= facts_of_replicas([] if fault else models)
 
     def check() -> list[MicroBatch]:
         if fault is not None:
@@ -86,6 +108,9 @@ def prepare(
             check_columns(columns, loss_fn)
         for fields in data:
             check_ids(fields, columns, loss_fn)
+        for batch in prepared:
+            if batch.packed is not None and checked:
+                check_packed(loss_fn, batch.data, batch.packed)
         check_model(models, loss_fn.requirements, head, allow_dropout=allow_dropout, trains_heads=mtp_loss is not None)
         if mtp_loss is not None and any(batch.packed for batch in prepared) and not heads_take_packed_rows():
             raise ValueError("mtp_loss with packed rows: heads of this megatron-core take padded ones only; use 0.16")
@@ -110,17 +135,20 @@ def prepare(
         why = "with FP8 by delayed scaling; add masked ones, or choose another fp8_recipe"
         sharing |= {f"the number of micro-batches ({why})": len(batches)}
 
-    looks = None if checked else like
+    looks = None if checked or first else like
     read = (*loss_fn.requirements.fields, *loss_fn.requirements.optional)
     names = ("input_ids", "token_mask", "sample_mask", *(field.name for field in read if field.per != "local"))
     alike = Replicated(data, names, whole=("input_ids",), advice=_ADVICE)
     # First within what holds the same rows, then over the ranks with other rows, which agree in nothing but their health.
-    return raise_on_all_ranks(
+    prepared = raise_on_all_ranks(
         lambda: raise_on_all_ranks(check, layout, looks, same, alike=alike),
         [groups.data if groups.dp_size == 1 else groups.data_context or groups.data],
         None if sharing else looks,
         sharing,
     )
+    if first and checked and all(batch.context_group == "model" for batch in prepared):
+        warn_of_same_rows(Replicated(data, ROWS).checksum() if data else None, groups.data)
+    return prepared
 
 
 def _masked(

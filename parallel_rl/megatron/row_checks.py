@@ -7,7 +7,9 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
+import torch.distributed as dist
 
+from parallel_rl.groups import group_size
 from parallel_rl.layout import valid_tokens
 from parallel_rl.megatron.loop_checks import inner_loss, warn
 from parallel_rl.megatron.model_config import CUT
@@ -17,10 +19,13 @@ from parallel_rl.vocab.stats import check_targets
 if TYPE_CHECKING:
     from megatron.core.transformer.transformer_config import TransformerConfig
     from torch import Tensor
+    from torch.distributed import ProcessGroup
 
     from parallel_rl.losses.core.requirements import Requirements
 
+ROWS = ("input_ids", "token_mask", "sample_mask")
 _MULTIPLE = 128  # columns per tensor rank, Megatron's default make_vocab_size_divisible_by
+_SOME_ROWS = 4  # not all of so many begin with a response's token by chance
 #: (columns, vocab_size of the loss) that `warn_of_padding` has warned of
 _WARNED: set[tuple[int, int | None]] = set()
 
@@ -79,15 +84,41 @@ def check_right_padded(data: Mapping[str, Tensor]) -> None:
 
 
 def warn_of_prompts(batches: Sequence[Mapping[str, object]], needs: Requirements) -> None:
-    """Warn of a policy loss whose checked token_mask is 1 everywhere: prompts would be scored."""
+    """Warn of a policy loss whose checked token_mask is 1 everywhere, or at each row's first token: prompts are scored."""
     masks = [data.get("token_mask") for data in batches]
     recorded = [name for name in needs.names if name.endswith("logprobs")]
     if not recorded or not masks or not all(isinstance(mask, torch.Tensor) and checks_values(mask) for mask in masks):
         return
-    if all(bool(mask.all()) for mask in masks if isinstance(mask, torch.Tensor)):
+    tensors = [mask for mask in masks if isinstance(mask, torch.Tensor)]
+    if not all(bool(mask.all()) for mask in tensors):
+        rows = sum(len(mask) for mask in tensors)
+        if rows >= _SOME_ROWS and all(mask.dim() == 2 and bool(mask[:, 0].all()) for mask in tensors):
+            warn(
+                f"token_mask is 1 in column 0 of all rows of the first step, for a loss that reads {recorded[0]}: no policy "
+                "drew the first token of a prompt. Is the mask inverted? Set it to 1 at the tokens of responses alone"
+            )
+    else:
         warn(
             f"token_mask is 1 at every place of the first step, for a loss that reads {recorded[0]}: prompts and padding are "
             "scored as if the policy had drawn them. Set it to 1 at the tokens of responses alone (column 0 is never scored)"
+        )
+
+
+def gathered_rows(rows: int | None, group: ProcessGroup | None) -> list[int | None]:
+    """Gather a checksum of each rank's rows over a group; None where a rank has none."""
+    of_ranks: list[int | None] = [rows] * group_size(group)
+    if len(of_ranks) > 1:
+        dist.all_gather_object(of_ranks, rows, group=group)
+    return of_ranks
+
+
+def warn_of_same_rows(rows: int | None, data_group: ProcessGroup | None) -> None:
+    """Warn on rank 0 of a step whose rows are the same on all data ranks; one all-gather."""
+    of_ranks = gathered_rows(rows, data_group)
+    if dist.get_rank() == 0 and len(of_ranks) > 1 and rows is not None and len(set(of_ranks)) == 1:
+        warn(
+            f"all {len(of_ranks)} data ranks hold the same rows in the first step; cut the data by "
+            "parallel_state.get_data_parallel_rank(), or seed the sampler by it"
         )
 
 

@@ -48,8 +48,8 @@ def check_model(
     elif first and has_auxiliary_loss(config):
         warn("the model is in eval mode, in which routers leave out their auxiliary losses; call model.train()")
     _check_wrappers(models)
-    _check_output(models, head)
     _check_stages(models)
+    _check_output(models, head)
     check_heads(config, trains_heads)
     overlaps = any(
         model.ddp_config.overlap_grad_reduce for model in models if isinstance(model, DistributedDataParallel)
@@ -67,6 +67,7 @@ def check_sizes(config: TransformerConfig) -> None:
     """Raise ValueError for a config with other sizes than Megatron's process groups.
 
     Megatron reads both in different places: context ranks would attend to their own tokens only, stages hold all layers.
+    Two interleaved stages without overlap_p2p_comm are refused, too.
     """
     sizes = {
         "tensor_model_parallel_size": parallel_state.get_tensor_model_parallel_world_size(),
@@ -79,6 +80,12 @@ def check_sizes(config: TransformerConfig) -> None:
                 f"the model's config has {name} = {written}, the process groups have {size}; give TransformerConfig the sizes "
                 "of initialize_model_parallel"
             )
+    interleaved = (config.virtual_pipeline_model_parallel_size or 1) > 1
+    if sizes["pipeline_model_parallel_size"] == 2 and interleaved and not config.overlap_p2p_comm:
+        raise ValueError(
+            "overlap_p2p_comm = False mixes up what two interleaved stages send each other, since the next and the previous "
+            "stage are one rank; set it, and batch_p2p_comm = False (`build_config` does with virtual_pp)"
+        )
 
 
 def check_settings(
@@ -182,11 +189,6 @@ def check_rows(models: Sequence[torch.nn.Module], shapes: Sequence[tuple[int, ..
             f"{len(shapes)} micro-batches on {stages} stages of {len(models)} chunks each, but their schedule takes a "
             f"multiple of {group}; add masked ones (sample_mask 0)"
         )
-    if stages == 2 and len(models) > 1 and not config.overlap_p2p_comm:
-        raise ValueError(
-            "overlap_p2p_comm = False mixes up what two interleaved stages send each other, since the next and the previous "
-            "stage are one rank; set it, and batch_p2p_comm = False (`build_config` does with virtual_pp)"
-        )
 
 
 def _check_stages(models: Sequence[torch.nn.Module]) -> None:
@@ -198,8 +200,18 @@ def _check_stages(models: Sequence[torch.nn.Module]) -> None:
             f"model has {len(models)} chunks (vp_stage {places}), the schedule of virtual_pipeline_model_parallel_size = "
             f"{chunks} runs {chunks}; give the list of all chunks of this rank, in their order"
         )
+    stage, stages = (
+        parallel_state.get_pipeline_model_parallel_rank(),
+        parallel_state.get_pipeline_model_parallel_world_size(),
+    )
+    ends = [(model.pre_process, model.post_process) for model in map(unwrap, models) if hasattr(model, "pre_process")]
+    wanted = [(stage == i == 0, stage == stages - 1 and i == chunks - 1) for i in range(chunks)]
+    if stages > 1 and ends and ends != wanted:
+        raise ValueError(
+            f"(pre_process, post_process) of the chunks are {ends} on pipeline stage {stage}, which calls for {wanted}: the "
+            "first chunk of the first stage embeds tokens, the last one of the last stage has the head"
+        )
     dtype = next(models[0].parameters()).dtype
-    stages = parallel_state.get_pipeline_model_parallel_world_size()
     if stages > 1 and config.pipeline_dtype != dtype and not config.fp32_residual_connection:
         raise ValueError(
             f"config.pipeline_dtype = {config.pipeline_dtype}, in which stages receive hidden states, but the model is in "
@@ -234,7 +246,7 @@ def _check_wrappers(models: Sequence[torch.nn.Module]) -> None:
             "config.finalize_model_grads_func must be set if, and only if, every model chunk is wrapped in Megatron's data "
             f"parallelism; it is {'set' if finalized else 'None'}, wrapped: {wrapped}. `wrap_model` sees to both"
         )
-    _check_scaling_of_wrappers(models, config)
+    check_scaling_of_wrappers(models, config)
     if not config.num_moe_experts:
         return
     if config.moe_router_enable_expert_bias and not finalized:
@@ -252,7 +264,7 @@ def _check_wrappers(models: Sequence[torch.nn.Module]) -> None:
             )
 
 
-def _check_scaling_of_wrappers(models: Sequence[torch.nn.Module], config: TransformerConfig) -> None:
+def check_scaling_of_wrappers(models: Sequence[torch.nn.Module], config: TransformerConfig) -> None:
     """Refuse a `calculate_per_token_loss` set after DDP read it: DDP's division would not match."""
     wrappers = [model for model in models if isinstance(model, DistributedDataParallel)]
     for wrapper in wrappers:

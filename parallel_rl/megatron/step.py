@@ -33,7 +33,7 @@ from parallel_rl.megatron.context import context_group
 from parallel_rl.megatron.forward_only import broadcast_from_last_stage, forward_only, is_last_stage
 from parallel_rl.megatron.grads import sum_gradients
 from parallel_rl.megatron.lm_head import FusedHead
-from parallel_rl.megatron.loop_checks import begin_step
+from parallel_rl.megatron.loop_checks import begin_step, is_checked, remember_gradients, steps_of
 from parallel_rl.megatron.loss import LossReport, check_scaling, scaled_loss_func
 from parallel_rl.megatron.micro_batch import MicroBatch
 from parallel_rl.megatron.model_input import forward_logits
@@ -92,10 +92,11 @@ def forward_backward(
     >>> sorted(report.floats())
     ['empty_rows', 'loss', 'num_unmasked_tokens', 'num_valid_samples']
 
-    A model's first step warns of dropout, fp16 without `config.grad_scale_func`, and untrained MTP heads. The second and
-    third (all with `set_validation("always")`) warn of gradients that were not zeroed; the host waits for this. With DDP,
-    `grad` is emptied before the first micro-batch, and an optimizer of torch that steps without `grad` causes a warning: it
-    needs `copy_main_grads`.
+    A model's first step warns of dropout, fp16 without `config.grad_scale_func`, untrained MTP heads, and rows that are the
+    same on all data ranks. The second and third (all with `set_validation("always")`) warn of gradients that were not zeroed;
+    the host waits for this. With DDP, `grad` is emptied before the first micro-batch. An optimizer of torch that steps
+    without `grad` causes a warning: it needs `copy_main_grads`. In its first three steps, gradients that are all 0 or that
+    grew after the backward cause one, too.
 
     Args:
         model: this rank's model, wrapped by `wrap_model` or by Megatron's training code; under an interleaved schedule the
@@ -115,17 +116,19 @@ def forward_backward(
 
     Ranks compare checksums of input_ids, masks and the loss's fields: on CPUs in every step; on GPUs, at the cost of a host
     sync, in a model's first three steps and with `set_validation("always")`. The same steps check the values of the loss's
-    fields. All other checks read shapes, configs and the host's ids and run in every step. Rank 0 warns once of a padded
-    vocabulary if the loss has no `vocab_size`, and of a policy loss whose token_mask is 1 everywhere.
+    fields and compare the weights of data ranks. All other checks read shapes, configs and the host's ids and run in every
+    step. Rank 0 warns once of a padded vocabulary if the loss has no `vocab_size`, and of a policy loss whose token_mask is 1
+    everywhere.
 
     Raises:
-        ValueError: on all ranks (see `set_validation`), before anything runs: a field that is missing or of a wrong shape,
-            dtype or value; ids that the model does not embed; rows padded on the left; data that does not suit the layout;
-            dropout with a loss that reads recorded log-probs; micro-batches that differ within a data rank, such as rows
-            already cut over context ranks; logits gathered over tensor ranks (`parallel_output = False`); micro-batches of
-            different shapes in a pipeline built for one; a wrapper without `finalize_model_grads_func`, torch's DDP, or one
-            made with another `calculate_per_token_loss`; a fused head that is not given or another model's; no trained
-            parameter. After the schedule: no micro-batch on any data rank; errors of `loss_fn`.
+        ValueError: on all ranks (see `set_validation`), before anything runs: groups of other sizes than Megatron's; a field
+            that is missing or of a wrong shape, dtype or value; ids that the model does not embed; rows padded on the left;
+            data that does not suit the layout; dropout with a loss that reads recorded log-probs; micro-batches that differ
+            within a data rank, such as rows already cut over context ranks; logits gathered over tensor ranks
+            (`parallel_output = False`); micro-batches of different shapes in a pipeline built for one; a wrapper without
+            `finalize_model_grads_func`, torch's DDP, or one made with another `calculate_per_token_loss`; a fused head that
+            is not given or another model's; no trained parameter. After the schedule: no micro-batch on any data rank; errors
+            of `loss_fn`.
     """
     models = [model] if isinstance(model, torch.nn.Module) else list(model)
     loss_fn, statistics = split_partial(loss_fn)
@@ -206,6 +209,8 @@ def forward_backward(
         )
     if not ddp:
         sum_gradients(models)
+    elif is_checked(steps_of(models) - 1):
+        remember_gradients(models)
     metrics = [report["metrics"] for report in reports]
     reduced = _reduced(metrics if batches else [], groups)
     return StepReport({**reduced, "empty_rows": empty_rows.double()}, counts)

@@ -124,8 +124,6 @@ def run(arguments: argparse.Namespace, of_config: Callable[[str], Subject]) -> i
         if getattr(arguments, name) is not None:
             raise ValueError(f"--{name.replace('_', '-')} has no effect without --model")
     layouts = None if arguments.layouts is None else of_words(arguments.layouts)
-    if arguments.through == "megatron" and any(layout.packing == "tree" for layout in layouts or ()):
-        raise ValueError("--layouts packing=tree is not supported through megatron; leave --through out")
     if arguments.through != "megatron" and any(layout.pp > 1 for layout in layouts or ()):
         raise ValueError(
             "--layouts pp=2 has no effect on process groups: stages are Megatron's; add --through megatron"

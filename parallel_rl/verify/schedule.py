@@ -28,13 +28,14 @@ from parallel_rl.megatron import (
     initialize,
     packed_input,
     padded_input,
+    tree_input,
     wrap_model,
 )
 from parallel_rl.megatron.context import Context
 from parallel_rl.metrics import Metrics
 from parallel_rl.testing.alone import Alone
 from parallel_rl.testing.cases import Batch, Subject, Trial
-from parallel_rl.testing.layouts import Layout, Piece, Rank
+from parallel_rl.testing.layouts import Layout, Piece, Rank, cut_rows
 from parallel_rl.testing.pool import preload, run_world
 from parallel_rl.testing.runners import PoolRunner, of_places
 from parallel_rl.testing.sharded import Outcome, add_to_maps, attempt
@@ -94,6 +95,7 @@ def run_layout(layout: Layout, trial: Trial, rank: Rank, dtype: torch.dtype) -> 
     Padded rows run with `calculate_per_token_loss`, packed ones without: Megatron scales the loss by other factors then.
     """
     step = cut_step(trial, layout, rank, dtype, consume=layout.micro_batches > 1)
+    step = replace(step, carries=_shared(step.carries.long(), trial.batch, layout) > 0)
     rows, width = trial.batch.rows, trial.batch.width
     places: list[tuple[int, int] | None] = [(row, column) for row in range(rows) for column in range(width)]
     whole = Piece(list(range(rows)), [*places, None], None, None)  # and a row that padding looks up
@@ -109,7 +111,8 @@ def run_layout(layout: Layout, trial: Trial, rank: Rank, dtype: torch.dtype) -> 
     [parameter] = model.parameters()
     found = gradient(parameter)
     assert found is not None
-    found, truth = found.cpu().double(), step.local(trial.want.gradient, whole, poison=False).double()
+    want = _shared(trial.want.gradient, trial.batch, layout)
+    found, truth = found.cpu().double(), step.local(want, whole, poison=False).double()
     metrics = report.floats()
     del metrics["empty_rows"]  # of the step, whatever the loss is
     outcome = Outcome(
@@ -127,6 +130,16 @@ def run_layout(layout: Layout, trial: Trial, rank: Rank, dtype: torch.dtype) -> 
             add_to_maps(outcome.maps, piece, found[at], truth[at])
         outcome = outcome._replace(squared_error=outcome.maps[2].sum().item())
     return _joined(layout, outcome, float((found - truth).norm() / truth.norm().clamp(min=1e-300)))
+
+
+def _shared(whole: Tensor, batch: Batch, layout: Layout) -> Tensor:
+    """Sum [B, S, ...] over tokens that share a position, in all trees of all data ranks."""
+    if layout.packing != "tree":
+        return whole
+    size, ids = batch.rows // (layout.dp * layout.micro_batches), batch.data["input_ids"]
+    cuts = [list(range(first, first + size)) for first in range(0, batch.rows, size)]
+    pieces = [cut_rows(cut, batch.lengths, batch.width, layout, 0, ids) for cut in cuts]
+    return torch.stack([piece.joined(whole) for piece in pieces]).sum(0)
 
 
 def _joined(layout: Layout, mine: Outcome, off: float) -> Outcome:
@@ -154,7 +167,9 @@ def _places(piece: Piece, width: int) -> Tensor:
 
 def _micro_batch(piece: Piece, data: Mapping[str, Tensor], context: Context) -> MicroBatch:
     ids = data["input_ids"]
-    if piece.cu_seqlens is None:
+    if piece.tree is not None:
+        packed, made = None, tree_input(piece.tree, context, ids.device)
+    elif piece.cu_seqlens is None:
         packed, made = None, padded_input(ids, context)
     else:
         bounds = piece.cu_seqlens if piece.cu_seqlens_padded is None else piece.cu_seqlens_padded

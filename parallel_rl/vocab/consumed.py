@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import TYPE_CHECKING
 
 import torch
@@ -34,10 +35,16 @@ def check_not_consumed(logits: Tensor) -> None:
         )
 
 
-def mark_hidden_states(output: Tensor) -> None:
+def mark_hidden_states(output: Tensor, model: object) -> None:
     """Mark the output of a model with a fused head, including its views."""
     if not torch.compiler.is_compiling():
-        setattr(output.untyped_storage(), _HIDDEN, True)
+        setattr(output.untyped_storage(), _HIDDEN, weakref.ref(model))
+
+
+def model_of_hidden_states(output: Tensor) -> object:
+    """Return the model whose output `mark_hidden_states` marked; None without a mark."""
+    mark = None if torch.compiler.is_compiling() else getattr(output.untyped_storage(), _HIDDEN, None)
+    return None if mark is None else mark()
 
 
 def check_no_hidden_states(logits: Tensor) -> None:

@@ -117,8 +117,7 @@ def stats_of_shard(
 ) -> TokenStats:
     """Compute `token_stats` after its checks; `keep` [...] marks the tokens that count.
 
-    Args:
-        floor: [T, 1] the smallest logit that each row keeps; None keeps all, for any `shard.truncation`.
+    floor: [T, 1] the smallest logit that each row keeps; None keeps all, for any `shard.truncation`.
     """
     size = targets.numel(), logits.shape[-1]  # not −1: an empty shard of an uneven split has no column
     flat = logits.view(size) if shard.consume_logits else logits.reshape(size)

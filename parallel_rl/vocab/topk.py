@@ -65,13 +65,10 @@ def column_log_probs(logits: Tensor, ids: Tensor, keep: Tensor, shard: VocabShar
     (tensor([[-1.3863, -1.3863]]), tensor([1.3863]))
 
     Args:
-        logits: [T, V/tp]. ids: [T, K]. keep: [T] bool, as for `gather_columns`.
+        logits: [T, V/tp]. ids: [T, K]. keep: [T] bool, as for `gather_columns`, with its errors.
 
     Returns:
         [T, K] and [T] in max(float32, the logits' dtype), both 0 with gradient 0 in rows that are not kept.
-
-    Raises:
-        ValueError: as `gather_columns`.
     """
     columns, here = local_columns(logits, ids, keep, shard)
     inv_t = shard.inverse_temperature(math_dtype(logits.dtype), logits.device)
@@ -80,15 +77,12 @@ def column_log_probs(logits: Tensor, ids: Tensor, keep: Tensor, shard: VocabShar
 
 
 def local_columns(logits: Tensor, ids: Tensor, keep: Tensor, shard: VocabShard) -> tuple[Tensor, Tensor]:
-    """Find each id's column of this shard (0 if elsewhere), and whether it is here, in a kept row.
+    """Find ids' columns of this shard (0 elsewhere), and which are here and kept; see `gather_columns`.
 
     >>> from parallel_rl.vocab.shards import VocabShard
     >>> ids, keep, shard = torch.tensor([[3, 0]]), torch.tensor([True]), VocabShard(start=2, valid=2, vocab_size=4)
     >>> local_columns(torch.zeros(1, 2), ids, keep, shard)
     (tensor([[1, 0]]), tensor([[ True, False]]))
-
-    Raises:
-        ValueError: as `gather_columns`.
     """
     if logits.dim() != 2 or ids.dim() != 2 or ids.shape[0] != logits.shape[0]:
         raise ValueError(f"logits [T, V/tp] and ids [T, K] must agree, got {list(logits.shape)} and {list(ids.shape)}")
@@ -120,13 +114,10 @@ def top_columns(logits: Tensor, k: int, shard: VocabShard) -> tuple[Tensor, Tens
     (tensor([[3., 3.]]), tensor([[1, 3]]))
 
     Args:
-        logits: [T, V/tp], before any temperature. k: at most `shard.vocab_size`.
+        logits: [T, V/tp], before any temperature. k: 1 to `shard.vocab_size`, else ValueError.
 
     Returns:
         Values [T, k] in max(float32, the logits' dtype), descending, and ids [T, k] int64; the same on all ranks.
-
-    Raises:
-        ValueError: k outside [1, vocab_size].
     """
     if isinstance(k, bool) or not isinstance(k, int) or not 1 <= k <= shard.vocab_size:
         raise ValueError(f"k = {k!r} must be an integer in [1, vocab_size = {shard.vocab_size}]")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from parallel_rl import NLLLoss
+from parallel_rl import ClippedPGLossFn, NLLLoss
 from parallel_rl.testing.pool import preload, run_world
 from tests.collectives import recorded
 from tests.distributed.megatron_cases import VOCAB, Case, make_data, make_loss, make_model
@@ -44,14 +45,14 @@ def _own(model: torch.nn.Module, loss_fn: Any, batches: Batches, counts: Any = N
 
     counts = counts or count_valid(batches, ParallelGroups.from_megatron().data)
     heads, labels = options.get("mtp_loss") is not None, options.pop("labels", False)
-    without_data = options.pop("without_data", False)
+    without_data, change = options.pop("without_data", False), options.pop("change", lambda result: result)
     options = {"config": M.unwrap(model).config, "num_microbatches": len(batches), **options}
 
     def step(queue: Any, model: torch.nn.Module) -> tuple[Tensor, Callable[..., object]]:
         data = next(queue)
         loss_func = M.megatron_loss_func(loss_fn, None if without_data else data, *counts, **options)
         output = M.forward_logits(model, M.padded_input(data["input_ids"]), mtp=heads)
-        return output[..., 0] * 1 if labels else output, loss_func
+        return output[..., 0] * 1 if labels else output, lambda output: change(loss_func(output))
 
     get_forward_backward_func()(
         forward_step_func=step,
@@ -224,6 +225,193 @@ def _without_rows() -> None:
     M.forward_backward(_wrapped(), NLL(), rows)
 
 
+def _frozen(own: bool, case: Case) -> None:
+    """A layer is frozen on the second rank alone."""
+    import parallel_rl.megatron as M
+
+    model = make_model(case)
+    model.decoder.layers[0].requires_grad_(torch.distributed.get_rank() == 0)
+    model = M.wrap_model(model)
+    if own:
+        _own(model, make_loss(case), _mine())
+    else:
+        M.forward_backward(model, make_loss(case), _mine())
+
+
+def _other_norm(own: bool) -> None:
+    """Tensor ranks begin with another replica of a norm."""
+    import parallel_rl.megatron as M
+
+    model = _wrapped(Case(tp=2))
+    with torch.no_grad():
+        M.unwrap(model).decoder.final_layernorm.weight.mul_(1 + torch.distributed.get_rank())
+    (_own if own else M.forward_backward)(model, NLL(), _mine())
+
+
+def _steps(
+    own: bool,
+    *,
+    finalize: Any = None,
+    ddp: Any = True,
+    after: Callable[[Any], object] = lambda model: None,
+    optimized: Any = None,
+    change: Callable[[Any], Any] = lambda result: result,
+    steps: int = 2,
+) -> None:
+    """Steps of Megatron's optimizer with one slip."""
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+
+    import parallel_rl.megatron as M
+
+    model = M.wrap_model(make_model(Case(), torch.float32), ddp=ddp)
+    if finalize is not None:
+        model.config.finalize_model_grads_func = finalize
+    settings = OptimizerConfig(optimizer="adam", lr=1e-2, clip_grad=0.0)
+    optimizer = get_megatron_optimizer(settings, [optimized() if optimized else model])
+    for _ in range(steps):
+        model.zero_grad_buffer()
+        optimizer.zero_grad()
+        if own:
+            _own(model, NLL(), _mine(), change=change)
+        else:
+            M.forward_backward(model, NLL(), _mine())
+        after(model)
+        optimizer.step()
+
+
+def _sharded_steps() -> None:
+    """Three steps of the distributed optimizer, whose data ranks keep the same weights."""
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+
+    import parallel_rl.megatron as M
+
+    model = M.wrap_model(make_model(Case(), torch.float32), ddp=wrapper(Case(sharded=True)))
+    settings = OptimizerConfig(optimizer="adam", lr=1e-2, use_distributed_optimizer=True)
+    optimizer = get_megatron_optimizer(settings, [model])
+    for own in (True, False, True):
+        model.zero_grad_buffer()
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=".*not a leaf")  # Megatron's
+            optimizer.zero_grad()
+        (_own if own else M.forward_backward)(model, NLL(), _mine())
+        optimizer.step()
+
+
+def _finalize_again(model: torch.nn.Module) -> None:
+    from megatron.core.distributed import finalize_model_grads
+
+    finalize_model_grads([model])
+
+
+def _other_model() -> torch.nn.Module:
+    import parallel_rl.megatron as M
+
+    return M.wrap_model(make_model(Case(), torch.float32))
+
+
+def _accumulated_by_hand() -> None:
+    model, batches = _wrapped(), _mine()
+    for _ in range(2):
+        _own(model, NLL(), batches)
+
+
+def _chunks_with_configs(overlap: bool) -> None:
+    """Megatron-LM's model_provider makes a config for each chunk; steps hold other rows."""
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    import parallel_rl.megatron as M
+    from parallel_rl import ParallelGroups, count_valid
+
+    models = [M.wrap_model(make_model(Case(pp=2, chunks=2), chunk=i)) for i in range(2)]
+    for model in models:
+        model.config.overlap_p2p_comm = overlap
+    for batches in (_mine(), [*_mine()[2:], *_mine()[2:]], _mine()[:2]):
+        counts = count_valid(batches, ParallelGroups.from_megatron().data)
+
+        def step(queue: Any, model: Any, counts: Any = counts, number: int = len(batches)) -> Any:
+            data = next(queue)
+            config = M.unwrap(model).config
+            loss_func = M.megatron_loss_func(NLL(), data, *counts, config=config, num_microbatches=number)
+            return M.forward_logits(model, M.padded_input(data["input_ids"])), loss_func
+
+        for model in models:
+            model.zero_grad_buffer()
+        get_forward_backward_func()(
+            forward_step_func=step,
+            data_iterator=[iter(batches) for _ in models],
+            model=models,
+            num_microbatches=len(batches),
+            seq_length=batches[0]["input_ids"].shape[1],
+            micro_batch_size=len(batches[0]["input_ids"]),
+            forward_only=False,
+        )
+
+
+def _rows_by_stage() -> None:
+    batches = _mine()
+    _own(_wrapped(Case(pp=2)), NLL(), batches[:: 1 - 2 * torch.distributed.get_rank()])
+
+
+def _own_statistics() -> None:
+    """Statistics that each data rank counted alone."""
+    options = {"reference_policy_kl_penalty": 0.0, "positive_example_nll_weight": 0.1}
+    loss_fn, batches = ClippedPGLossFn(options, vocab_size=VOCAB), _mine()
+    batches = [{**data, "rewards": torch.ones(len(data["sample_mask"]), dtype=torch.float64)} for data in batches]
+    _own(_wrapped(), partial(loss_fn, statistics=loss_fn.count(batches)), batches)
+
+
+def _groups(sizes: dict[str, int]) -> None:
+    import parallel_rl.megatron as M
+    from parallel_rl import ParallelGroups
+
+    groups = ParallelGroups.from_megatron()
+    wrong = ParallelGroups(context=groups.context, data=groups.data_context) if sizes else ParallelGroups()
+    M.forward_backward(_wrapped(Case(**sizes)), NLL(), _mine(), groups=wrong)
+
+
+def _head(of_other: bool) -> None:
+    """Hidden states and the head of another model, or a head on one rank alone."""
+    import parallel_rl.megatron as M
+
+    model, other = _wrapped(Case(tp=2)), _wrapped(Case(tp=2))
+    head = M.fuse_head(model)
+    if of_other:
+        _own(model, NLL(), _mine(), head=M.fuse_head(other))
+    elif torch.distributed.get_rank():
+        head.remove()
+        head = None
+    if not of_other:
+        M.forward_backward(model, NLL(), _mine(), head=head)
+
+
+def _short(own: bool) -> None:
+    """Packed sequences that end before their last token that carries loss."""
+    import parallel_rl.megatron as M
+    from parallel_rl import SequencePackingLossWrapper
+
+    batches, lengths = _mine(2), torch.tensor([2, 2])
+    if own:
+        _own(_wrapped(Case(pp=2)), SequencePackingLossWrapper(NLL(), *M.packed_bounds(lengths)), batches)
+    else:
+        M.forward_backward(_wrapped(Case(pp=2)), NLL(), [M.packed_batch(data, lengths) for data in batches])
+
+
+def _both_ends() -> None:
+    import parallel_rl.megatron as M
+
+    model = _wrapped(Case(pp=2))
+    M.unwrap(model).pre_process = M.unwrap(model).post_process = True
+    M.forward_backward(model, NLL(), _mine())
+
+
+def _mode_by_rank() -> None:
+    import parallel_rl.megatron as M
+    from parallel_rl.validation import validation
+
+    with validation("never" if torch.distributed.get_rank() else "auto"):
+        M.forward_backward(_wrapped(Case(tp=2)), NLL(), _mine())
+
+
 DROPS = {"attention_dropout": 0.1, "hidden_dropout": 0.1}
 HALF: dict[str, object] = {"fp16": True}
 NLL = partial(make_loss, Case())
@@ -340,6 +528,55 @@ REFUSED: dict[str, tuple[dict[str, int], Callable[[], object], str]] = {
         ),
         "data has input_ids and shift_labels",
     ),
+    "a frozen layer": ({}, lambda: _frozen(False, Case()), "differ in the model's weights (a checksum, of which"),
+    "a frozen layer in an own step": ({}, lambda: _frozen(True, Case()), "differ in the model's weights"),
+    "a frozen layer on tensor ranks": ({"tp": 2}, lambda: _frozen(False, Case(tp=2)), "which weights train"),
+    "another norm": ({"tp": 2}, lambda: _other_norm(False), "the weights that tensor ranks hold alike, such as norms"),
+    "another norm in an own step": ({"tp": 2}, lambda: _other_norm(True), "the weights that tensor ranks hold alike"),
+    "gradients that nothing sums": (
+        {},
+        lambda: _steps(False, finalize=lambda *_, **__: None),
+        "later config.finalize_model_grads_func",
+    ),
+    "gradients that nothing sums in an own step": (
+        {},
+        lambda: _steps(True, finalize=lambda *_, **__: None),
+        "later config.finalize_model_grads_func",
+    ),
+    "shards for an optimizer without": (
+        {},
+        lambda: _steps(False, ddp=wrapper(Case(sharded=True))),
+        "one kind of optimizer on all keep them so",
+    ),
+    "another number of tokens": (
+        {},
+        lambda: _steps(True, change=lambda result: (result[0], torch.tensor(7), result[2])),
+        "tokens from the callbacks in place of 0",
+    ),
+    "a mean over tokens that DDP does not know of in an own step": (
+        {},
+        lambda: _own(_wrapped(calculate_per_token_loss=False), NLL(), _mine()),
+        "was set after Megatron's DDP was made",
+    ),
+    "rows by stage": ({"pp": 2}, _rows_by_stage, "input_ids or masks of this step differ between pipeline stages"),
+    "statistics of a data rank": ({}, _own_statistics, "Call loss_fn.count once a step on all its micro-batches"),
+    "no groups": ({}, lambda: _groups({}), "groups has 1 data ranks, Megatron's process groups 2"),
+    "context ranks among data ranks": ({"cp": 2}, lambda: _groups({"cp": 2}), "groups has 2 data ranks"),
+    "the head of another model": ({"tp": 2}, lambda: _head(True), "head is the fused head of another model"),
+    "a head on one rank": ({"tp": 2}, lambda: _head(False), "whether head= is given (1, or 0)"),
+    "packed sequences that end early": ({"pp": 2}, lambda: _short(False), "but cu_seqlens gives sequence 0 2 tokens"),
+    "packed sequences that end early in an own step": (
+        {"pp": 2},
+        lambda: _short(True),
+        "but cu_seqlens gives sequence 0 2 tokens",
+    ),
+    "both ends on each stage": ({"pp": 2}, _both_ends, "(pre_process, post_process) of the chunks are [(True, True)]"),
+    "validation by rank": ({"tp": 2}, _mode_by_rank, "differ in set_validation (0: never, 1: auto, 2: always)"),
+    "ids below 0": (
+        {"tp": 2},
+        lambda: _own(_wrapped(Case(tp=2)), NLL(), [{**d, "input_ids": d["input_ids"] - VOCAB} for d in _mine()]),
+        "lies outside the",
+    ),
 }
 # the same, and what a warning says
 WARNED: dict[str, tuple[dict[str, int], Callable[[], object], str]] = {
@@ -380,6 +617,28 @@ WARNED: dict[str, tuple[dict[str, int], Callable[[], object], str]] = {
         lambda: _step(NLL(), case=Case(experts="alltoall"), fields={"moe_expert_capacity_factor": 1.0}),
         "moe_expert_capacity_factor = 1.0 must be None: with it the numbers depend on the layout",
     ),
+    "gradients that were zeroed": (
+        {},
+        lambda: _steps(False, after=lambda model: model.zero_grad_buffer(), steps=1),
+        "steps on gradients that are all 0",
+    ),
+    "an optimizer of another model": ({}, lambda: _steps(False, optimized=_other_model, steps=1), "all 0"),
+    "gradients that are summed twice": (
+        {},
+        lambda: _steps(False, after=_finalize_again, steps=1),
+        "the gradients grew between the step's backward and the optimizer",
+    ),
+    "gradients that are summed twice in an own step": (
+        {},
+        lambda: _steps(True, after=_finalize_again, steps=1),
+        "so do not call finalize_model_grads again",
+    ),
+    "a detached loss": (
+        {},
+        lambda: _steps(True, change=lambda result: (result[0].detach(), *result[1:]), steps=1),
+        "a loss that was detached",
+    ),
+    "gradients that were not zeroed in an own step": ({}, _accumulated_by_hand, "the gradients of an earlier step are"),
     "gradients without DDP": ({}, lambda: _not_zeroed(False), "before each step call optimizer.zero_grad()"),
 }
 # right, without a word
@@ -388,6 +647,8 @@ SILENT: dict[str, tuple[dict[str, int], Callable[[], object]]] = {
     "dropout that a step accepts": ({}, lambda: _step(_pg(), fields=DROPS, allow_dropout=True)),
     "a torch optimizer with copied gradients": ({}, lambda: _torch_optimizer(True)),
     "Megatron's optimizer": ({}, lambda: _left_in_grad(True)),
+    "shards of gradients": ({}, lambda: _sharded_steps()),
+    "chunks with a config each": ({"pp": 2, "virtual_pp": 2}, lambda: _chunks_with_configs(True)),
     "an idle data rank without DDP": ({}, _idle),
     "no DDP, and said so": ({}, lambda: _bare(NLL(), ddp=False)),
     "no data on the first stage": (
@@ -492,13 +753,13 @@ def _cost(rank: int) -> tuple[list[bool], list[bool], list[list[str]], list[str]
     from parallel_rl import ParallelGroups, count_valid
 
     M.initialize()
-    model, batches = _wrapped(), _mine()
+    model, config, batches = _wrapped(), _wrapped().config, _mine()
     counts = count_valid(batches, ParallelGroups.from_megatron().data)
     runs, communicates, collectives = [], [], []
     for _ in range(5):
         with Operators() as operators:
             for data in batches:
-                M.megatron_loss_func(NLL(), data, *counts, config=M.unwrap(model).config, num_microbatches=len(batches))
+                M.megatron_loss_func(NLL(), data, *counts, config=config, num_microbatches=len(batches))
         runs.append(operators.names != [])
         communicates.append(any(name.startswith("c10d::") for name in operators.names))
         model.zero_grad_buffer()
@@ -514,10 +775,11 @@ def _cost(rank: int) -> tuple[list[bool], list[bool], list[list[str]], list[str]
 
 
 def test_what_costs_runs_in_the_first_three_steps() -> None:
-    """Afterwards a callback is made on the host alone, and no step has a collective that the first ones lack."""
+    """Afterwards a callback is made on the host alone, and no step has a collective that the first one lacks."""
     for runs, communicates, collectives, syncs in run_world(2, _cost):
         assert runs == communicates == [True, True, True, False, False]
-        assert all(step == collectives[0] for step in collectives) and syncs == []
+        first, *later = map(Counter, collectives)
+        assert not any(step - first for step in later) and later == later[:1] * len(later) and syncs == []
 
 
 def _run(rank: int, kind: str, layout: dict[str, int], names: list[str]) -> dict[str, str | list[str]]:
@@ -530,6 +792,7 @@ def _run(rank: int, kind: str, layout: dict[str, int], names: list[str]) -> dict
         M.initialize(**layout)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
+            warnings.filterwarnings("ignore", message="When using async grad")  # Megatron's, in the first forward
             try:
                 table[name][1]()
                 found[name] = [str(one.message) for one in caught if one.category is UserWarning]

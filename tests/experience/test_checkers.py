@@ -13,8 +13,8 @@ import pytest
 
 from parallel_rl.experience import checkers, reward_function
 from parallel_rl.experience.checkers import math_equal, think_format
-from parallel_rl.experience.workers import Workers
-from tests.experience.server import serve
+from parallel_rl.servers.workers import Workers
+from tests.servers.server import serve
 
 
 @pytest.mark.parametrize(

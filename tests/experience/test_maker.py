@@ -24,7 +24,7 @@ from parallel_rl.experience import (
 )
 from parallel_rl.functional.kl import kl_estimate
 from parallel_rl.testing.pool import WorldError, run_world
-from tests.experience.server import serve
+from tests.servers.server import serve
 
 N = 4
 

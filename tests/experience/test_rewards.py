@@ -11,8 +11,9 @@ import torch.distributed as dist
 
 from parallel_rl.agreement import Unavailable
 from parallel_rl.experience import register_reward, reward_function
-from parallel_rl.experience.failures import Scored, score_again
+from parallel_rl.experience.failures import score_again
 from parallel_rl.experience.rewards import checker, exact_match, score_once
+from parallel_rl.servers.http_reward import Scored
 from parallel_rl.testing.pool import WorldError, run_world
 
 TEXTS = (["1+1=", "2+2="], ["2", "5"], ["2", "4"])

@@ -57,5 +57,7 @@ def test_the_overlong_penalty_of_verl(place: str) -> None:
     assert ported.config["rl"]["overlong"] == overlong and not ported.unknown  # type: ignore[index]
     kinds = {row.key: row.kind for row in ported.rows}
     assert kinds["reward_model.reward_manager"] == "yours" and kinds["reward_model.enable"] == "equal"
-    buffer["enable"] = False
+    sections["reward_model"]["reward_manager"] = "naive"
+    assert "overlong" not in options_of({**base, **sections}).config["rl"]  # type: ignore[operator]
+    sections["reward_model"]["reward_manager"], buffer["enable"] = None, False
     assert "overlong" not in options_of({**base, **sections}).config["rl"]  # type: ignore[operator]

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.experience.engine_server import EngineServer, serve_engine
+from tests.servers.engine_server import EngineServer, serve_engine
 from tests.slurm.cluster import ENDED, Cluster
 from tests.slurm.runs import alone, arguments, checked, curve, last_line, submit, words
 
@@ -30,7 +30,7 @@ def given(run: Path, steps: int = STEPS, url: str = "http://127.0.0.1:1") -> lis
 
 
 def settings(seconds: float = 0.05, restarts: int = 1) -> dict[str, str]:
-    command = f"{sys.executable} -m tests.experience.engine_server $HOST $PORT {seconds}"
+    command = f"{sys.executable} -m tests.servers.engine_server $HOST $PORT {seconds}"
     return {"SERVER_COMMAND": command, "SERVER_RESTARTS": str(restarts)}
 
 

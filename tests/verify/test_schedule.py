@@ -24,11 +24,12 @@ PACKED = Layout(1, 1, 1, "packed", 3, "zigzag")
 def test_through_a_real_pipeline(capsys: pytest.CaptureFixture[str]) -> None:
     """Four ranks, two stages: a loss with statistics of the step is right there, and a fault has the name it has without."""
     losses = ["--loss", "kto", "--loss", "tests.testing.planted:ContextAveraged"]
-    layouts = ["--layouts", "cp=2", "pp=2", "micro=3", "packing=packed+padding"]
+    layouts = ["--layouts", "cp=2", "pp=2", "micro=3", "packing=packed+padding,tree"]
     assert main(["verify", *losses, "--through", "megatron", *layouts]) == 1
     said = capsys.readouterr().out
     assert "1 of 2 losses obey the law" in said
     assert "gradient averaged over context ranks" in said and "tp1.cp2.dp1.pp2.packed+padding.mb3.zigzag" in said
+    assert "kto (2 layouts)" in said
 
 
 @pytest.mark.slow

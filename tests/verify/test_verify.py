@@ -66,7 +66,6 @@ def test_the_loss_of_a_config(capsys: pytest.CaptureFixture[str]) -> None:
         (["--loss", "nll", "--options", '{"agregation": 1}'], "aggregation"),
         (["--loss", "nll", "--layouts", "tp=16"], "this machine starts 8 at most"),
         (["--loss", "nll", "--layouts", "pp=2"], "add --through megatron"),
-        (["--loss", "nll", "--layouts", "packing=tree", "--through", "megatron"], "packing=tree is not supported"),
         (["--loss", "nll", "--layouts", "tp=0"], "positive number"),
         (["--loss", "nll", "--timeout", "0"], "--timeout 0"),
         (["--loss", "nll", "--timeout", "inf"], "--timeout inf"),

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tools.figures import drawings
+from tools.figures import curves, drawings
 
-FOLDER = Path(__file__).parents[2] / "docs" / "explanation"
+DOCS = Path(__file__).parents[2] / "docs"
+FOLDER = DOCS / "explanation"
 FILES = {
     FOLDER / "the_law.svg": drawings.the_law,
     FOLDER / "tokens.svg": drawings.tokens,
     FOLDER / "policies.svg": drawings.policies,
+    **curves.files(DOCS / "reference" / "losses"),
 }
 
 

@@ -39,6 +39,11 @@ class Drawing:
             f'<text x="{x:g}" y="{y:g}" fill="{INK}" text-anchor="{anchor}"{weight}>{escape(text)}</text>'
         )
 
+    def line(self, points: Sequence[tuple[float, float]], colour: str) -> None:
+        """Draw a line through points."""
+        through = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
+        self.shapes.append(f'<polyline points="{through}" fill="none" stroke="{colour}" stroke-width="1.6"/>')
+
     def arrow(self, x1: float, y1: float, x2: float, y2: float) -> None:
         """Draw an arrow between two points."""
         self.shapes.append(

@@ -11,6 +11,7 @@ from parallel_rl.functional.surrogate import Surrogate
 from parallel_rl.losses.core.base import LossFn
 from parallel_rl.losses.entropy_bonus import EntropyBonus
 from parallel_rl.losses.registry import losses
+from tools.figures import curves
 from tools.reference import recipes
 from tools.reference.markdown import first_sentence, formula, nested_options, options_table, page, papers, variants
 
@@ -40,6 +41,10 @@ check of gradients sees. Therefore such a token is dropped: its value and gradie
 
 A `log_ratio_clamp` or `input_clamp` of at most 80 acts before this rule. Where values are checked, a recorded log-prob of
 −inf at a valid token is an error. Only a truncated policy may have one, in prev_logprobs and generation_logprobs.
+"""
+
+SURROGATES = """Choose a surrogate as `surrogate` of the losses `policy` and `mix`: it is the loss per token. The drawings
+call the loss on one token with the defaults of the surrogate. Where the gradient is 0, the token does not move the policy.
 """
 
 CLIPPED_OR_POLICY = """Take `policy` in a new project: every recipe of this page is a set of its options. `clipped_pg` is the
@@ -99,8 +104,9 @@ def family_page(family: Family) -> str:
     parts += ["## Recipes"] * bool(made) + [recipes.section(one, others) for one in made]
     parts += ["## Losses", *(_loss(name, classes[name]) for name in family.losses)]
     if "policy" in family.losses:
-        parts += [OVERFLOW, "## Surrogates", "`surrogate` of the losses `policy` and `mix`: a loss per token."]
-        parts += [variants(Surrogate, "###"), "## Entropy bonuses"]
+        parts += [OVERFLOW, "## Surrogates", SURROGATES]
+        pictures = {name: f"![Loss and gradient over the ratio](surrogate_{name}.svg)" for name in curves.drawn()}
+        parts += [variants(Surrogate, "###", pictures=pictures), "## Entropy bonuses"]
         parts += ["`entropy_bonus` of the loss `policy`, if its coefficient moves.", variants(EntropyBonus, "###")]
     if "full_distillation" in family.losses:
         parts += ["## Divergences", "`divergence` of the loss `full_distillation`: p the teacher's distribution,"]

@@ -6,8 +6,9 @@ import dataclasses
 import inspect
 import re
 import typing
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 import yaml
 
@@ -54,12 +55,15 @@ def nested_options(config: type, elsewhere: Iterable[type] = ()) -> str:
     return page(*parts)
 
 
-def variants(family: type[Variants], level: str, skip: Iterable[str] = ()) -> str:
-    """Write a section for each class of a family: sentence, formula, papers, options."""
+def variants(
+    family: type[Variants], level: str, skip: Iterable[str] = (), pictures: Mapping[str, str] = MappingProxyType({})
+) -> str:
+    """Write a section for each class of a family: sentence, formula, picture, papers, options."""
     parts = []
     for name, cls in family.variants.items():
         text = inspect.getdoc(cls) or ""
-        parts += [f"{level} `{name}`", first_sentence(text), formula(text), papers(text), options_table(cls, skip)]
+        parts += [f"{level} `{name}`", first_sentence(text), formula(text), pictures.get(name, "")]
+        parts += [papers(text), options_table(cls, skip)]
     return page(*parts)
 
 

@@ -20,7 +20,6 @@ from parallel_rl.validation import checks_values
 from parallel_rl.vocab.dtensor import check_plain
 
 if TYPE_CHECKING:
-    from parallel_rl.layout import SequenceLayout
     from parallel_rl.losses.core.requirements import Requirements
 
 
@@ -173,15 +172,13 @@ def _check_shape(value: Tensor, field: Field, batch: tuple[int, int], output: Te
         raise ValueError(f"{name} has shape {list(shape)}; input_ids [B, S] = {list(batch)} calls for {list(wanted)}")
 
 
-def check_lengths(scored: Tensor, layout: SequenceLayout) -> None:
+def check_lengths(scored: Tensor, lengths: Tensor) -> None:
     """Raise ValueError for a token that carries loss beyond its sequence in the packed row."""
-    columns = torch.arange(layout.shape[1], device=layout.lengths.device)
-    beyond = scored & (columns >= layout.lengths[:, None])
+    beyond = scored & (torch.arange(scored.shape[1], device=lengths.device) >= lengths[:, None])
     if bool(beyond.any()):
         row, column = beyond.nonzero()[0].tolist()
         raise ValueError(
-            f"token_mask is set at [{row}, {column}], but cu_seqlens gives sequence {row} "
-            f"{int(layout.lengths[row])} tokens"
+            f"token_mask is set at [{row}, {column}], but cu_seqlens gives sequence {row} {int(lengths[row])} tokens"
         )
 
 

@@ -92,7 +92,7 @@ class Logits(Source):
             if self.loss.options.per_sample:
                 check_temperature(data, placed.needs)
             if call.packed_sequences is not None:
-                check_lengths(self.loss.scored(data), layout)
+                check_lengths(self.loss.scored(data), layout.lengths)
         self.reader.check(self.like, data, call.tensor_group)
         if call.tree is not None:
             check_tree(call.tree, data, self.loss.scored(data))

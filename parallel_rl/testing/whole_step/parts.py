@@ -88,10 +88,12 @@ def weigh(
     worst = int((factors.abs().clamp(min=1e-6).log().abs() * 1e6).round().argmax())
     if abs(float(factors[worst]) - 1) <= _PLAIN:
         return None
-    total, one, factor = sum(one.number for one in parts), parts[worst], float(factors[worst])
+    total, one, factor = sum(one.number for one in parts), parts[worst], round(float(factors[worst]), 6)
     number, place = one.number, f"micro-batch {one.micro}"
     of_micro = [i for i, other in enumerate(parts) if other.micro == one.micro]
+    others = int(((factors - 1).abs() > _RESIDUAL).sum()) - 1
     if bool((factors[of_micro] - factor).abs().max() <= _RESIDUAL):
+        others -= len(of_micro) - 1
         number = sum(parts[i].number for i in of_micro)
     else:
         place += f", context rank {one.context}"
@@ -100,6 +102,8 @@ def weigh(
     if holder:
         own = sum(other.number for other in parts if _HOLDERS[holder](other) == _HOLDERS[holder](one))
         why = f", as if each {holder}'s tokens were divided by their own count (1/{total / (factor * own):.3g} of their sum)"
+    elif others > 0:
+        why = f", and {others} more part{'s' * (others > 1)} of the step not × 1 either"
     text = f"the {number} of {total} tokens of {place} weigh × {factor:.4g}{why}"
     return Weighing(factor, text, bool(holder))
 

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from parallel_rl.cluster.heartbeat import tick
-from parallel_rl.experience.failures import Scored, score_again
-from parallel_rl.experience.http_reward import HTTPRewardConfig
+from parallel_rl.experience.failures import score_again
 from parallel_rl.experience.rewards import reward_function, score_once
-from parallel_rl.experience.workers import Workers
+from parallel_rl.servers.http_reward import HTTPRewardConfig, Scored
+from parallel_rl.servers.workers import Workers
 from parallel_rl.training.data.examples import Prompt
 from parallel_rl.training.rollouts.sharing import Sharing, failure
 from parallel_rl.training.session import Session

@@ -6,8 +6,8 @@ import math
 from dataclasses import dataclass
 
 from parallel_rl.config.strict import at_least
-from parallel_rl.experience.completion_server import CompletionServerConfig
-from parallel_rl.experience.server_weights import EngineName
+from parallel_rl.servers.completion_server import CompletionServerConfig
+from parallel_rl.servers.weights import EngineName
 
 
 @dataclass(frozen=True, kw_only=True)

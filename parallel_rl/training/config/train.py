@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from parallel_rl.experience.http_reward import HTTPRewardConfig
 from parallel_rl.experience.rewards import named_reward
 from parallel_rl.losses.core.requirements import Field
+from parallel_rl.servers.http_reward import HTTPRewardConfig
 from parallel_rl.training.config.algorithms import DistillationConfig, RLConfig, SupervisedConfig
 from parallel_rl.training.config.data import DataConfig
 from parallel_rl.training.config.fields import own_fields

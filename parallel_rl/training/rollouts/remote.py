@@ -17,10 +17,10 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from parallel_rl.agreement import Unavailable, on_first_rank, raise_on_all_ranks
-from parallel_rl.experience.completion_server import CompletionServer, Sampling
-from parallel_rl.experience.completions import Completion
 from parallel_rl.experience.samples import Samples, padded_samples
-from parallel_rl.experience.server_weights import ServerWeights
+from parallel_rl.servers.completion_server import CompletionServer, Sampling
+from parallel_rl.servers.completions import Completion
+from parallel_rl.servers.weights import ServerWeights
 from parallel_rl.training.config.server import ServerConfig
 from parallel_rl.training.models.engine import Engine
 from parallel_rl.training.rollouts.policy_folder import write_policy

@@ -9,9 +9,9 @@ from functools import partial
 import torch.distributed as dist
 
 from parallel_rl.agreement import on_first_rank
-from parallel_rl.experience.completion_server import CompletionServer, CompletionServerError, Sampling
-from parallel_rl.experience.server_weights import ServerWeights
-from parallel_rl.experience.workers import Workers
+from parallel_rl.servers.completion_server import CompletionServer, CompletionServerError, Sampling
+from parallel_rl.servers.weights import ServerWeights
+from parallel_rl.servers.workers import Workers
 from parallel_rl.training.config.server import ServerConfig
 from parallel_rl.training.config.train import TrainConfig
 from parallel_rl.training.rollouts.sharing import wait_together

@@ -19,8 +19,8 @@ from parallel_rl.agreement import (
 )
 from parallel_rl.cluster import preemption
 from parallel_rl.cluster.heartbeat import tick
-from parallel_rl.experience.http_client import any_server_away
 from parallel_rl.groups import group_rank
+from parallel_rl.servers.http_client import any_server_away
 from parallel_rl.training.models.engine import Engine
 
 _LOOK = 20.0  # seconds

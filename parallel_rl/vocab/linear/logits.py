@@ -25,8 +25,7 @@ def whole_logits(head: LMHeadInput, keep: Tensor, valid: int, group: ProcessGrou
     Logits, their gradient and all sums are float32 (float64 for float64 operands).
 
     Args:
-        keep: [B · S/cp] loss-carrying rows.
-        valid: real rows of the weight.
+        keep: [B · S/cp] loss-carrying rows. valid: real rows of the weight.
     """
     order = head.row_order(group)
     keep = order.to_rows(keep)

@@ -14,8 +14,8 @@ import pytest
 from parallel_rl.cluster import heartbeat
 from parallel_rl.testing.pool import WorldError, run_world
 from parallel_rl.training.rollouts.sharing import wait_together
-from tests.experience.engine_server import EngineServer, serve_engine
-from tests.experience.server import Answer, Server, lengths, serve
+from tests.servers.engine_server import EngineServer, serve_engine
+from tests.servers.server import Answer, Server, lengths, serve
 from tests.training.helpers import train_rows
 from tests.training.rollouts.test_in_step import LLAMA
 from tests.training.rollouts.test_remote import SAMPLES, arguments, train, well

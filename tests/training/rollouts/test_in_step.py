@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from parallel_rl.testing.pool import WorldError, run_world
-from tests.experience.engine_server import EngineServer, serve_engine
-from tests.experience.server import Server
+from tests.servers.engine_server import EngineServer, serve_engine
+from tests.servers.server import Server
 from tests.training.helpers import DATA, ROOT, cut, run, train_rows
 from tests.training.rollouts.test_remote import SAMPLES, SMALL, train
 

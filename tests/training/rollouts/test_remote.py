@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from parallel_rl.testing.pool import WorldError, run_world
-from tests.experience.policy_server import Policy, answer
-from tests.experience.server import Server, serve
+from tests.servers.policy_server import Policy, answer
+from tests.servers.server import Server, serve
 from tests.training.helpers import LAYOUTS, assert_near, cut, run, train_rows
 
 SMALL = {

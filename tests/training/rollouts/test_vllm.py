@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from parallel_rl.testing.pool import WorldError, run_world
-from tests.experience.server import Server
+from tests.servers.server import Server
 from tests.training.helpers import ROOT
 from tests.training.rollouts.test_in_step import SEVENS, drift, random_llama
 from tests.training.rollouts.test_remote import train

@@ -195,8 +195,7 @@ def vocab_gradient_to(
 ) -> None:  # fmt: skip
     """Write `vocab_gradient` to `out` [T, W] in its dtype; it may overlay logits with elements as wide.
 
-    Args:
-        tops: of `vocab_stats_half`, from which the logits are distances.
+    With `tops`, of `vocab_stats_half`, the logits are distances from them.
     """
     _launch_gradient(logits, targets, keep, inv_t, rows, g_logprobs, g_entropy, g_lse, start, valid, out, tops)
 

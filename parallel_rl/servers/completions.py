@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from parallel_rl.config.json_text import brief, is_finite, is_int64
-from parallel_rl.experience.http_client import PassingError, read_json
+from parallel_rl.servers.http_client import PassingError, read_json
 
 # the log of a float32 softmax may exceed 0 by this much
 _ROUNDING = 1e-5

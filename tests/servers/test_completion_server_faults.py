@@ -12,10 +12,10 @@ from dataclasses import replace
 
 import pytest
 
-from parallel_rl.experience.completion_server import CompletionServerError
-from tests.experience.policy_server import Policy, openai
-from tests.experience.server import serve
-from tests.experience.test_completion_server import PROMPTS, SAMPLING, client, well
+from parallel_rl.servers.completion_server import CompletionServerError
+from tests.servers.policy_server import Policy, openai
+from tests.servers.server import serve
+from tests.servers.test_completion_server import PROMPTS, SAMPLING, client, well
 
 
 def test_the_least_loaded_server_is_asked_and_another_after_a_failure() -> None:

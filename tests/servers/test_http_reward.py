@@ -12,16 +12,17 @@ from dataclasses import replace
 import pytest
 import torch
 
-from parallel_rl.experience import HTTPReward, HTTPRewardConfig, RewardServerError, http_client, reward_function
-from parallel_rl.experience.http_client import (
+from parallel_rl.experience import HTTPReward, HTTPRewardConfig, RewardServerError, reward_function
+from parallel_rl.servers import http_client
+from parallel_rl.servers.http_client import (
     Poster,
     ServerAwayError,
     ServerError,
     any_server_away,
     read_json,
 )
-from parallel_rl.experience.workers import Workers
-from tests.experience.server import Answer, lengths, serve
+from parallel_rl.servers.workers import Workers
+from tests.servers.server import Answer, lengths, serve
 
 
 def texts(count: int) -> tuple[list[str], list[str], list[str]]:

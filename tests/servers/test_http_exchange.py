@@ -18,9 +18,10 @@ from pathlib import Path
 import pytest
 
 from parallel_rl.config.shown import Secret, check_address
-from parallel_rl.experience import HTTPReward, HTTPRewardConfig, RewardServerError, http_exchange
-from parallel_rl.experience.completions import Expected, read_native, read_openai
-from tests.experience.server import serve
+from parallel_rl.experience import HTTPReward, HTTPRewardConfig, RewardServerError
+from parallel_rl.servers import http_exchange
+from parallel_rl.servers.completions import Expected, read_native, read_openai
+from tests.servers.server import serve
 
 KEY = "sk-Qw7/er'ty\"9_zXcV"
 Speak = Callable[[socket.socket], None]

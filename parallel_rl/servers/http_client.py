@@ -14,7 +14,7 @@ from parallel_rl.agreement import Unavailable
 from parallel_rl.config.json_text import parse_json
 from parallel_rl.config.shown import Secret, printable
 from parallel_rl.config.strict import at_least
-from parallel_rl.experience.http_exchange import Answer, NoAnswerError, SlowError, exchange
+from parallel_rl.servers.http_exchange import Answer, NoAnswerError, SlowError, exchange
 
 ResultT = TypeVar("ResultT")
 

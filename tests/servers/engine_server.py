@@ -11,8 +11,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tests.experience.policy_server import Policy, answer
-from tests.experience.server import Server, serve
+from tests.servers.policy_server import Policy, answer
+from tests.servers.server import Server, serve
 
 
 @dataclass

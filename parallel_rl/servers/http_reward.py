@@ -8,15 +8,15 @@ import re
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from parallel_rl.config.json_text import brief, is_finite
 from parallel_rl.config.shown import Secret, check_address
-from parallel_rl.experience.failures import Scored
-from parallel_rl.experience.http_client import Poster, PostingConfig, ServerError, read_json
-from parallel_rl.experience.workers import Workers, gather
+from parallel_rl.servers.http_client import Poster, PostingConfig, ServerError, read_json
+from parallel_rl.servers.workers import Workers, gather
 
 _KEY = (
     "it holds a key, which would stand in the run's records; name in api_key_env the environment variable that has it"
@@ -34,6 +34,13 @@ _WHY = dict.fromkeys(("authorization", "proxy-authorization", "cookie"), _KEY) |
     "it is set by itself",
 )
 _TOKEN = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]+")
+
+
+class Scored(NamedTuple):
+    """Rewards [N], NaN for each sample that failed, and the errors of these samples."""
+
+    rewards: Tensor
+    faults: Mapping[int, Exception]
 
 
 class RewardServerError(ServerError):
@@ -104,11 +111,7 @@ class HTTPReward:
         answers: Sequence[object],
         extras: Sequence[Mapping[str, object]] | None = None,
     ) -> Scored:
-        """Score N samples, of which some may fail: their rewards are no finite numbers.
-
-        Raises:
-            ValueError, RewardServerError: as for a call, but for such a reward.
-        """
+        """Score N samples as a call does, but keep faults: rewards that are no finite numbers."""
         if not len(prompts) == len(completions) == len(answers):
             raise ValueError(
                 f"{len(prompts)} prompts, {len(completions)} completions and {len(answers)} answers; their numbers must be "

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from parallel_rl.experience.completion_server import CompletionServerConfig, CompletionServerError
-from parallel_rl.experience.server_weights import ServerWeights
-from tests.experience.engine_server import EngineServer, serve_engine
+from parallel_rl.servers.completion_server import CompletionServerConfig, CompletionServerError
+from parallel_rl.servers.weights import ServerWeights
+from tests.servers.engine_server import EngineServer, serve_engine
 
 ORDERS = {
     "vllm": ["/pause", "/collective_rpc", "/reset_prefix_cache", "/update_weight_version", "/resume", "/weight_info"],

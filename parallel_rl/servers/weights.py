@@ -11,9 +11,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, TypeVar
 
-from parallel_rl.experience.completion_server import CompletionServerConfig, CompletionServerError
-from parallel_rl.experience.http_client import Poster, ServerError, read_json
-from parallel_rl.experience.workers import Workers, gather
+from parallel_rl.servers.completion_server import CompletionServerConfig, CompletionServerError
+from parallel_rl.servers.http_client import Poster, ServerError, read_json
+from parallel_rl.servers.workers import Workers, gather
 
 ResultT = TypeVar("ResultT")
 EngineName = Literal["vllm", "sglang"]

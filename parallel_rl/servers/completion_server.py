@@ -13,9 +13,9 @@ from typing import Literal
 import torch
 
 from parallel_rl.config.shown import Secret, check_address
-from parallel_rl.experience.completions import Completion, Expected, read_native, read_openai
-from parallel_rl.experience.http_client import Poster, PostingConfig, ServerError
-from parallel_rl.experience.workers import Workers, gather
+from parallel_rl.servers.completions import Completion, Expected, read_native, read_openai
+from parallel_rl.servers.http_client import Poster, PostingConfig, ServerError
+from parallel_rl.servers.workers import Workers, gather
 from parallel_rl.vocab.sampling import sample_keys
 from parallel_rl.vocab.truncation import Truncation
 

@@ -10,15 +10,15 @@ from dataclasses import replace
 
 import pytest
 
-from parallel_rl.experience.completion_server import (
+from parallel_rl.servers.completion_server import (
     CompletionServer,
     CompletionServerConfig,
     CompletionServerError,
     Sampling,
 )
-from parallel_rl.experience.completions import Completion
-from tests.experience.policy_server import END, Policy, answer, openai
-from tests.experience.server import Answer, serve
+from parallel_rl.servers.completions import Completion
+from tests.servers.policy_server import END, Policy, answer, openai
+from tests.servers.server import Answer, serve
 
 PROMPTS = [[1, 4 + place % 3, 5 + place // 3] for place in range(10)]
 SAMPLING = Sampling(max_tokens=6, ends=(END,), vocab_size=15, temperature=0.7, seed=5)
