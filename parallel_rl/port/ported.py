@@ -155,16 +155,21 @@ def _uneven(ours: Tree, ranks: int) -> tuple[Row, ...]:
         return ()
     sizes = {"expert_tensor": layout.get("tensor", 1), **layout}
     whole, experts = (
-        {name: int(sizes.get(name, 1)) for name in names}
+        {name: sizes.get(name, 1) for name in names}
         for names in (("tensor", "context", "pipeline"), ("expert_tensor", "expert", "pipeline"))
     )
+    if not all(isinstance(size, int) for size in (*whole.values(), *experts.values())):
+        return ()
     for names in (whole, experts) if "expert" in layout else (whole,):
         unit = math.prod(names.values())
         if ranks % unit:
             why = f"the cluster's {ranks} ranks are no multiple of {' × '.join(names)} = {unit}"
             return (Row("", None, "yours", "parallel", why),)
     key, data = _SIZES[objective][0], ranks // math.prod(whole.values())
-    batch = (section.get(key) or 0) // section.get("updates", 1)
+    size, updates = section.get(key) or 0, section.get("updates", 1)
+    if not isinstance(size, int) or not isinstance(updates, int):  # such as a reference to the environment
+        return ()
+    batch = size // updates
     if not batch % data:
         return ()
     why = f"{batch} an update do not divide among the cluster's {data} data ranks: start fewer ranks, or take more"

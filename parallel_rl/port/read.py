@@ -79,6 +79,8 @@ def _resolved(value: object, tree: Tree, place: tuple[str, ...], known: Known) -
     if not isinstance(value, str):
         return value
     selected = _SELECTED.fullmatch(value)
+    if selected is not None and not _balances(selected[2] or ""):  # the text holds several references
+        selected = None
     if selected is not None and not _holds(tree, _keys(selected[1], place)):
         return None if selected[2] is None else _resolved(parsed(selected[2]), tree, place, known)
     whole = _REFERENCE.fullmatch(value) or selected
@@ -104,6 +106,15 @@ def _within(text: str, tree: Tree, place: tuple[str, ...], known: Known) -> obje
         rest = f"{rest[: inner.start()]}{value}{rest[inner.end() :]}"
     number = _number(rest) if whole else None
     return rest if number is None else number
+
+
+def _balances(text: str) -> bool:
+    depth = 0
+    for brace in re.findall(r"[{}]", text):
+        depth += 1 if brace == "{" else -1
+        if depth < 0:
+            return False
+    return depth == 0
 
 
 def _keys(reference: str, place: tuple[str, ...]) -> list[str]:

@@ -255,11 +255,13 @@ def test_references_with_another_value_as_verl_writes_them(tmp_path: Path) -> No
     skip = {
         "gone": select % "gone", "near": "${oc.select:.none,null}", "here": "${oc.select:.steps,7}", "steps": 5,
         "nested": f"${{oc.select:a.b, {select % 'clip_value'}}}", "other": "${oc.select:a.b,${oc.select:.steps, null}}",
+        "both": "${oc.select:a,${b}}/${oc.select:c,${d}}",
     }  # fmt: skip
     text = {**VERL_PPO, "critic": critic, "skip": skip}
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(text))
     tree = read_host_config(tmp_path / "config.yaml")
-    assert tree["skip"] == {"gone": None, "near": None, "here": 5, "steps": 5, "nested": None, "other": 5}
+    both = skip.pop("both")  # a text of two references stays
+    assert tree["skip"] == {"gone": None, "near": None, "here": 5, "steps": 5, "nested": None, "other": 5, "both": both}
     made = configure(RLConfig, {**options_of(tree).config["rl"], "steps": 1, "optimizer": {"lr": 1e-3}})  # type: ignore[dict-item]
     assert made.critic is not None
     assert made.critic.loss.options == {"cliprange": 0.25, "aggregation": "seq-mean-token-mean"}

@@ -217,6 +217,8 @@ def test_a_batch_that_the_cluster_does_not_share_evenly() -> None:
     config["policy"]["megatron_cfg"] |= {"expert_model_parallel_size": 16, "expert_tensor_parallel_size": 2}  # type: ignore[index]
     [row] = [row for row in options_of(config).rows if not row.key and row.ours == "parallel"]
     assert row.why == "the cluster's 16 ranks are no multiple of expert_tensor × expert × pipeline = 32"
+    config["policy"]["train_global_batch_size"] = "${oc.env:BS}"  # type: ignore[index]
+    assert options_of(config).rows  # a size that nobody knows yet
     verl = copy.deepcopy(VERL_PPO)
     verl["trainer"]["nnodes"] = 16  # type: ignore[index]
     assert any(not row.key and row.ours == "rl.prompts" for row in options_of(verl).rows)

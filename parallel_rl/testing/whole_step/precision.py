@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -23,7 +25,8 @@ def measure_rounding(
     """
     truth, kinds = _run_in_float64(subject, config, layout, timeout)
     seen = compare(layout, [run_layout(subject, config, layout, truth, torch.float32, timeout)], truth, 0.0)
-    return max(seen.loss, seen.gradient, seen.norm, seen.weights), kinds
+    errors = (seen.loss, seen.gradient, seen.norm, seen.weights, *seen.metrics.values())
+    return (max(errors) if all(map(math.isfinite, errors)) else math.inf), kinds
 
 
 def _run_in_float64(

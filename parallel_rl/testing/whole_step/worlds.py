@@ -109,6 +109,9 @@ class Worlds:
         except ValueError as error:
             self.bound = _UNMEASURED
             return f"which is not measured: {error}"
+        if not _ROUNDINGS * rounding <= _UNMEASURED:  # a NaN is not, either
+            self.bound = _UNMEASURED
+            return f"which is not measured: one process in float32 is {rounding:.1e} off one in float64"
         self.bound = max(BOUND, _ROUNDINGS * rounding)
         return f"{_ROUNDINGS} times the rounding beside a run in float64 that keeps {', '.join(kinds)} in float32"
 

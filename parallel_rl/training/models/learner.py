@@ -224,6 +224,8 @@ def combine_updates(results: Sequence[StepResult]) -> StepMetrics:
         extremum = next((pick for suffix, pick in extrema.items() if name.endswith(suffix)), None)
         whole = 1 if name.startswith("tokens_") else len(of_updates)
         combined[name] = sum(of_updates) / whole if extremum is None else extremum(of_updates)
+    if "tokens_trained" in combined:
+        combined["shared"] = 1 - combined["tokens_computed"] / combined["tokens_trained"]
     if made:
         combined["grad_norm"] = sum(result.grad_norm for result in made) / len(made)
     if len(made) < len(results):

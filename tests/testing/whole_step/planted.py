@@ -19,6 +19,9 @@ if TYPE_CHECKING:
     from megatron.core.transformer.transformer_config import TransformerConfig
 
 
+_NOISE = torch.Generator().manual_seed(0)
+
+
 def scaled_heads(config: TransformerConfig, **stage: Any) -> GPTModel:
     """Each head's output has a learned scale, cut over tensor ranks, and nobody marks it."""
     from parallel_rl.megatron import SelfAttentionCore
@@ -163,6 +166,18 @@ def single_precision(config: TransformerConfig, **stage: Any) -> GPTModel:
         layer.input_layernorm.scale = SingleScale(config.hidden_size)
         layer.input_layernorm.register_forward_hook(_scale_in_single)
     return model
+
+
+def random_single_precision(config: TransformerConfig, **stage: Any) -> GPTModel:
+    """The same, with noise that no seed fixes."""
+    model = single_precision(config, **stage)
+    for layer in model.decoder.layers:
+        layer.input_layernorm.register_forward_hook(_add_noise)
+    return model
+
+
+def _add_noise(norm: torch.nn.Module, args: object, out: Tensor) -> Tensor:
+    return out + 0.3 * torch.randn(out.shape, generator=_NOISE, dtype=torch.float32).to(out)
 
 
 def _scale_in_single(norm: torch.nn.Module, args: object, out: Tensor) -> Tensor:

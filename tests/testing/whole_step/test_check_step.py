@@ -35,6 +35,13 @@ def test_a_model_that_refuses_float64_has_a_measured_bound() -> None:
     assert "keeps SingleScale in float32" in note and 1e-6 < report.bound < 5e-4, str(report)
 
 
+def test_noise_in_float32_is_no_rounding() -> None:
+    """Two runs of one process differ by more than any rounding, so the bound stays and the model is called random."""
+    report = check_step(planted.random_single_precision, dense_config, layouts=[StepLayout(tp=2)])
+    assert not report.ok and report.bound == 2e-3, str(report)
+    assert any("is not measured: one process in float32 is" in note for note in report.notes), str(report)
+
+
 @pytest.mark.slow
 def test_a_right_dense_model_passes_on_ten_layouts() -> None:
     """Padded, packed, every parallel axis, recomputation, both settings of calculate_per_token_loss."""
