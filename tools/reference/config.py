@@ -24,13 +24,14 @@ INTRODUCTION = """# The keys of a run's config
 
 Made by `make docs` from the dataclasses of `parallel_rl/training/config`; a test checks it.
 
-A config is a YAML file of the sections below. `run`, `tokenizer`, `data` and exactly one of `rl`, `preference`, `sft` and
-`distillation` are needed. `extends: FILE` puts a file on top of another one, key by key; relative paths start at the file's
-folder. On the command line `--rl.optimizer.lr 1e-4` sets any key, `--evaluation null` removes a section, and
-`parallel-rl check CONFIG --world N` checks them all. `parallel-rl train --help rl.server` describes a key or a section;
-`parallel-rl train CONFIG --print-config` prints every key of a run with its value and whether the command line, a file or the
-default sets it. `reward` is described in [rewards.md](rewards.md). In the tables `null` is
-YAML's word for None.
+A config is a YAML file with the sections below. It needs `run`, `tokenizer`, `data` and exactly one of `rl`, `preference`,
+`sft` and `distillation`. With `extends: FILE`, the keys of this file replace those of FILE. Relative paths start at the
+folder of the file that holds them. [Rewards](rewards.md) describes `reward`. In the tables, `null` is YAML's word for None.
+
+- Set a key on the command line: `--rl.optimizer.lr 1e-4`. Remove a section: `--evaluation null`.
+- Describe a key or a section: `parallel-rl train --help rl.server`.
+- Print every key with its value and its source (command line, file or default): `parallel-rl train CONFIG --print-config`.
+- Check the config for N ranks: `parallel-rl check CONFIG --world N`.
 """
 
 

@@ -17,34 +17,39 @@ from tools.reference.markdown import first_sentence, formula, nested_options, op
 
 INDEX = """# Losses
 
-A loss is a class with the call of `LossFn` and a class of options. `get_loss(name)` gives the class, a [recipe](../recipes.md)
-a loss with options. [Adding a loss](../../adding_a_loss.md) adds one, [Choose a loss](../../howto/choose_a_loss.md) finds one
-for your data. The pages are made by `make docs` from docstrings, option classes and recipes.
+A loss is a class with the call of `LossFn` and a class of options. `get_loss(name)` returns the class. A
+[recipe](../recipes.md) is a loss with options. See [Choose a loss](../../howto/choose_a_loss.md) for your data, and [Adding a
+loss](../../adding_a_loss.md) for your own formula. `make docs` writes these pages from docstrings, option classes and
+recipes.
 """
 
-NOTATION = """Notation: l = log π(token), l_old of the policy that the step began with (`prev_logprobs`), ρ = exp(l − l_old),
-A the advantage, sg stop-gradient, σ the logistic function; N_tok valid tokens and N_seq valid sequences of the whole step.
-In the tables `null` is YAML's word for None, which leaves an option out.
+NOTATION = """Notation: l = log π(token). l_old is that of the policy at the start of the step (`prev_logprobs`). ρ = exp(l −
+l_old). A is the advantage, sg stop-gradient, σ the logistic function. N_tok and N_seq are the numbers of valid tokens and
+sequences in the whole step. In the tables, `null` is YAML's word for None.
 """
 
 OVERFLOW = """### Ratios that overflow
 
-A log-ratio is bounded by 80 (`parallel_rl.functional.ratio.MAX_EXPONENT`): e^80 is finite in float32, and
-no sample has such a ratio, so its recorded log-prob is wrong. A clamp alone would report a loss of e^80 with gradient
-0, which no check of gradients sees. Therefore a token leaves the loss (value and gradient 0, its denominators stay) if
-log π − log π_prev exceeds 80, if the estimate of its KL overflows (k3: log π_ref − log π above 80; any: infinite), or
-if its log-ratio in DPO's or KTO's sum is infinite. `overflow_tokens` counts these tokens. Where values are checked, a
-recorded log-prob of −inf at a valid token is an error; only a truncated policy may have one, in prev_logprobs and
-generation_logprobs. A `log_ratio_clamp` or `input_clamp` of at most 80 acts first.
+A log-ratio is bounded by 80 (`parallel_rl.functional.ratio.MAX_EXPONENT`), since e^80 is still finite in float32. No sample
+has a ratio that large, so its recorded log-prob is wrong. A clamp alone would report a loss of e^80 with gradient 0, which no
+check of gradients sees. Therefore such a token is dropped: its value and gradient are 0, and the denominators stay.
+`overflow_tokens` counts the dropped tokens. A token is dropped
+
+- if log π − log π_prev exceeds 80,
+- if the estimate of its KL overflows: for k3 if log π_ref − log π exceeds 80, for any estimate if it is infinite,
+- if its log-ratio in the sum of DPO or KTO is infinite.
+
+A `log_ratio_clamp` or `input_clamp` of at most 80 acts before this rule. Where values are checked, a recorded log-prob of
+−inf at a valid token is an error. Only a truncated policy may have one, in prev_logprobs and generation_logprobs.
 """
 
-SURROGATES = """`surrogate` of the losses `policy` and `mix`: a loss per token. The drawings are calls of the loss on one token
-with the surrogate's own defaults. Where the gradient is 0 a token no longer moves the policy.
+SURROGATES = """Choose a surrogate as `surrogate` of the losses `policy` and `mix`: it is the loss per token. The drawings
+call the loss on one token with the defaults of the surrogate. Where the gradient is 0, the token does not move the policy.
 """
 
-CLIPPED_OR_POLICY = """Take `policy` in a new project: every recipe is a set of its options. `clipped_pg` is the same
-mathematics under NeMo-RL's option names, data and metrics, for a config that comes from there.
-[The losses of other projects](../../compat.md) have their own names, calls and numbers.
+CLIPPED_OR_POLICY = """Take `policy` in a new project: every recipe of this page is a set of its options. `clipped_pg` is the
+same mathematics with NeMo-RL's names for options, data and metrics. Take it for a config of NeMo-RL. For the losses of other
+projects under their own names, with their calls and numbers, see [the compat page](../../compat.md).
 """
 
 
@@ -114,7 +119,7 @@ def advantages_page() -> str:
     common = [field.name for field in fields(AdvantageEstimator)]
     return page(
         "# Advantages",
-        "`advantages` of a recipe, and `parallel_rl.advantages.estimate`. All estimators take these options:",
+        "Set `advantages` of a recipe, or pass it to `parallel_rl.advantages.estimate`. All estimators have these options:",
         options_table(AdvantageEstimator),
         variants(AdvantageEstimator, "##", skip=common),
     )

@@ -10,9 +10,9 @@ from tools.reference.markdown import DOCS, page, table
 SOURCE = DOCS / "metrics.yaml"
 INTRODUCTION = """# Metrics
 
-Each table gives what a metric is, its healthy range with the source of that range, and what to do otherwise. "Definition" means
-that the formula itself fixes the value. A recipe means our run of it on the CPU. "Not known" means that nobody has shown a
-range that holds for every model. Entropies, KL and log-probs are in nats.
+Each table gives the meaning of a metric, its healthy range, and what to do outside of that range. The source of a range stands
+in parentheses. "Definition" means that the formula fixes the value. "Our recipe" means our run of it on the CPU. "Not known"
+means that nobody has shown a range that holds for every model. Entropies, KL and log-probs are in nats.
 """
 
 
