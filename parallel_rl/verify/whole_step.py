@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 _SIZES = ("tp", "cp", "pp", "dp", "vp", "ep", "etp", "micro")
 _SWITCHES = ("sp", "per_token", "recompute")
+_SHOWN = "whole_step/shown"
 _BOOLEANS = {"true": True, "false": False}
 _PACKINGS = {"padded": False, "packed": True}
 
@@ -84,16 +85,18 @@ def run_model(arguments: argparse.Namespace) -> int:
     subject = _subject(arguments)
     quiet = arguments.json == "-"
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        report = _in_job(subject, layouts, arguments.timeout)
-        if int(os.environ["RANK"]) != 0:
-            return 0 if report.ok else 1
-    else:
-        report = _on_this_machine(subject, layouts, arguments.timeout, quiet)
-    text = json.dumps({"ok": report.ok, "models": [report.as_json()]}, indent=1)
-    print(text if quiet else report)
-    if arguments.json and not quiet:
-        Path(arguments.json).write_text(text + "\n", encoding="utf-8")
+        return _in_job(subject, layouts, arguments.timeout, arguments.json)
+    report = _on_this_machine(subject, layouts, arguments.timeout, quiet)
+    _show(report, arguments.json)
     return 0 if report.ok else 1
+
+
+def _show(report: WholeStepReport, json_file: str | None) -> None:
+    """Print the report, or its JSON for the file "-"; write the JSON to any other file."""
+    text = json.dumps({"ok": report.ok, "models": [report.as_json()]}, indent=1)
+    print(text if json_file == "-" else report, flush=True)
+    if json_file and json_file != "-":
+        Path(json_file).write_text(text + "\n", encoding="utf-8")
 
 
 def _subject(arguments: argparse.Namespace) -> StepSubject:
@@ -153,7 +156,7 @@ def _on_this_machine(
         close()
 
 
-def _in_job(subject: StepSubject, layouts: Sequence[StepLayout] | None, timeout: float) -> WholeStepReport:
+def _in_job(subject: StepSubject, layouts: Sequence[StepLayout] | None, timeout: float, json_file: str | None) -> int:
     import torch.distributed as dist
 
     from parallel_rl.groups import job_backend, take_device
@@ -170,7 +173,14 @@ def _in_job(subject: StepSubject, layouts: Sequence[StepLayout] | None, timeout:
     take_device()
     dist.init_process_group(backend, timeout=timedelta(seconds=timeout))
     try:
-        return check_subject(subject, JobRanks(timeout), mine)
+        address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        store = dist.TCPStore(address, port, is_master=False, timeout=timedelta(seconds=timeout))
+        report = check_subject(subject, JobRanks(timeout, store), mine)
+        if dist.get_rank() == 0:
+            _show(report, json_file)
+            store.set(_SHOWN, "")
+        store.wait([_SHOWN], timedelta(seconds=3 * timeout))  # a launcher ends all ranks once one has ended with a 1
+        return 0 if report.ok else 1
     finally:
         destroy()
         dist.destroy_process_group()

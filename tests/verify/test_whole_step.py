@@ -90,8 +90,20 @@ def test_parts_of_a_script_need_a_model(capsys: pytest.CaptureFixture[str]) -> N
 
 
 @pytest.mark.slow
-def test_the_ranks_of_a_job() -> None:
-    """One process's run is then each data rank's, with the same rows on all of them."""
+@pytest.mark.parametrize(
+    ("callback", "layouts", "status", "said"),
+    [
+        ("sums", ["tp=1,2", "cp=1,2"], 0, "the step is that of one process on 3 layouts"),
+        (
+            "breaks_a_tensor_rank",
+            ["tp=2", "packing=padded,packed"],
+            1,
+            r"rank 1: KeyError: 'loss' at .*\(breaks_a_tensor_rank\)",
+        ),
+    ],
+)
+def test_the_ranks_of_a_job(callback: str, layouts: list[str], status: int, said: str) -> None:
+    """One process's run is then each data rank's, with the same rows on all of them; a failure leaves the rest out."""
     launcher = [
         sys.executable,
         "-m",
@@ -105,13 +117,15 @@ def test_the_ranks_of_a_job() -> None:
         "--model-config",
         f"{RIGHT}:dense_config",
         "--loss-callback",
-        f"{PLANTED}:sums",
+        f"{PLANTED}:{callback}",
+        "--timeout",
+        "40",
         "--layouts",
-        "tp=1,2",
-        "cp=1,2",
+        *layouts,
     ]
     env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     command = [*launcher, *COMMAND, f"{RIGHT}:provider", *more]
     done = subprocess.run(command, cwd=ROOT, env=env, text=True, capture_output=True, timeout=240)
-    assert done.returncode == 0, done.stderr
-    assert "the step is that of one process on 3 layouts" in done.stdout
+    assert done.returncode == status, done.stderr
+    assert re.search(said, done.stdout), done.stdout + done.stderr
+    assert "left out" in done.stdout or status == 0

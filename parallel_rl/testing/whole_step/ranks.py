@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Protocol, TypeVar
 
 import torch.distributed as dist
@@ -42,26 +45,52 @@ class PoolRanks:
         return _first(self.run(1, work, *args))
 
 
-@dataclass(frozen=True)
+@dataclass
 class JobRanks:
-    """Ranks of the default process group. Work of one process runs on each of them, as data ranks with the same rows."""
+    """Ranks of the default process group. Work of one process runs on each of them, as data ranks with the same rows.
+
+    Ranks exchange how a call ended through `store`, since a collective would wait for a rank that hangs.
+    """
 
     timeout: float
+    store: dist.Store
+    calls: int = 0
+    apart: str = ""  # why the ranks' collectives no longer match
 
     def run(self, world: int, work: Callable[..., ResultT], *args: object) -> list[ResultT]:
+        world = dist.get_world_size()  # a layout of one process runs on all of them
+        if self.apart:
+            raise WorldError(
+                dict.fromkeys(range(world), f"Inapplicable: left out, since {self.apart}"), {}, [], self.apart
+            )
         rank, error, trace = dist.get_rank(), "", ""
         result: ResultT | None = None
         try:
             result = work(rank, *args)
         except (Exception, SystemExit) as failure:
             error, trace = describe(failure), traceback.format_exc()
-        found: list[tuple[ResultT, str, str]] = [None] * dist.get_world_size()  # type: ignore[list-item]
-        dist.all_gather_object(found, (result, error, trace))
-        errors = {rank: text for rank, (_, text, _) in enumerate(found) if text}
-        if errors:
-            traces = {rank: found[rank][2] for rank in errors}
-            raise WorldError(errors, traces, [], f"rank {', '.join(map(str, errors))} failed")
-        return [one for one, *_ in found]
+        ends = self._exchange(json.dumps([error, trace]), rank, world)
+        errors = {rank: text for rank, (text, _) in ends.items() if text}
+        silent = sorted(set(range(world)) - ends.keys())
+        if silent or errors:
+            named = f"rank {', '.join(map(str, silent or errors))}"
+            why = f"{named} gave no answer in {2 * self.timeout:g} s" if silent else f"{named} failed"
+            self.apart = "" if len(errors) == world and len(set(errors.values())) == 1 else f"{why} before"
+            raise WorldError(errors, {rank: ends[rank][1] for rank in errors}, silent, why)
+        found: list[ResultT] = [None] * world  # type: ignore[list-item]
+        dist.all_gather_object(found, result)
+        return found
+
+    def _exchange(self, end: str, rank: int, world: int) -> dict[int, tuple[str, str]]:
+        """Post how this rank's call ended, and return those of the ranks that did so in time."""
+        self.calls += 1
+        keys = [f"whole_step/{self.calls}/{other}" for other in range(world)]
+        self.store.set(keys[rank], end)
+        with contextlib.suppress(dist.DistStoreError):  # not in time
+            self.store.wait(keys, timedelta(seconds=2 * self.timeout))
+        return {
+            other: tuple(json.loads(self.store.get(key))) for other, key in enumerate(keys) if self.store.check([key])
+        }
 
     def alone(self, work: Callable[..., ResultT], *args: object) -> ResultT:
         return _first(self.run(dist.get_world_size(), work, *args))

@@ -184,6 +184,15 @@ def _scale_in_single(norm: torch.nn.Module, args: object, out: Tensor) -> Tensor
     return norm.scale(out)
 
 
+def breaks_a_tensor_rank(loss_mask: Tensor, output: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """A callback with an error on the second tensor rank, for which the first waits."""
+    from megatron.core import parallel_state
+
+    if parallel_state.get_tensor_model_parallel_rank() == 1:
+        raise KeyError("loss")
+    return sums(loss_mask, output)
+
+
 def returns_none(loss_mask: Tensor, output: Tensor) -> None:
     """A callback that forgets to return."""
 
