@@ -49,9 +49,9 @@ class Finalizing:
             self.config.finalize_model_grads_func = self.inner
             if self.complete and parallel_state.get_data_parallel_world_size(with_context_parallel=True) > 1:
                 warn(
-                    "nothing called config.finalize_model_grads_func after the last step's backward, so its gradients are not "
-                    "summed over ranks: the schedule ran with forward_only=True, config= is another model's, or you call "
-                    "backward yourself (then call it with the list of chunks)"
+                    "nothing called config.finalize_model_grads_func after the last step's backward: the schedule ran with "
+                    "forward_only=True, config= is another model's, or you call backward yourself; its gradients are not "
+                    "summed over ranks, unless your loop calls Megatron's finalize_model_grads directly"
                 )
 
     def __call__(

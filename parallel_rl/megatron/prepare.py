@@ -38,6 +38,7 @@ from parallel_rl.megatron.row_checks import (
     check_columns,
     check_ids,
     warn_of_padding,
+    warn_of_precision,
     warn_of_prompts,
     warn_of_same_rows,
 )
@@ -124,6 +125,7 @@ def prepare(
         check_rows(models, shapes, packed=any(batch.packed for batch in prepared))
         if first and dist.get_rank() == 0:  # where warnings are errors, rank 0 alone would raise after the agreement
             warn_of_prompts(data, loss_fn.requirements)
+            warn_of_precision(data, loss_fn.requirements)
             if columns is not None and loss_fn.requirements.reads != "scalar":
                 warn_of_padding(loss_fn, columns, groups.tp_size, getattr(unwrap(models[0]), "true_vocab_size", None))
         return prepared

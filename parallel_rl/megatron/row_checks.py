@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 ROWS = ("input_ids", "token_mask", "sample_mask")
 _MULTIPLE = 128  # columns per tensor rank, Megatron's default make_vocab_size_divisible_by
+_BYTES = 4  # of float32
 _SOME_ROWS = 4  # not all of so many begin with a response's token by chance
 #: (columns, vocab_size of the loss) that `warn_of_padding` has warned of
 _WARNED: set[tuple[int, int | None]] = set()
@@ -102,6 +103,18 @@ def warn_of_prompts(batches: Sequence[Mapping[str, object]], needs: Requirements
             f"token_mask is 1 at every place of the first step, for a loss that reads {recorded[0]}: prompts and padding are "
             "scored as if the policy had drawn them. Set it to 1 at the tokens of responses alone (column 0 is never scored)"
         )
+
+
+def warn_of_precision(batches: Sequence[Mapping[str, object]], needs: Requirements) -> None:
+    """Warn of recorded log-probs of 16 bits, for the first field that has them."""
+    for name in (name for name in needs.names if name.endswith("logprobs")):
+        for values in (data.get(name) for data in batches):
+            if isinstance(values, torch.Tensor) and values.element_size() < _BYTES:
+                warn(
+                    f"{name} is {values.dtype}, which rounds log-probs by up to 2^-8 of them, and so the ratios that the loss "
+                    "takes of them; record them in float32"
+                )
+                return
 
 
 def gathered_rows(rows: int | None, group: ProcessGroup | None) -> list[int | None]:

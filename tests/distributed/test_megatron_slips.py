@@ -55,7 +55,7 @@ def outcome(case: Callable[[], object]) -> str:
         except Exception as error:
             return f"{type(error).__name__}: {error}"
     told = [str(each.message) for each in caught if issubclass(each.category, UserWarning)]
-    words = ("parallel_output", "vocab_size", "sample_mask", "inverted", "hold the same rows")
+    words = ("record them in float32", "parallel_output", "vocab_size", "sample_mask", "inverted", "hold the same rows")
     ours = [text for text in told if any(word in text for word in words)]
     return "; ".join(ours) or RIGHT
 
@@ -248,8 +248,13 @@ def other_setup(rank: int) -> dict[str, Callable[[], object]]:
             batch["token_mask"][:, 0] = 1
         return M.forward_backward(build(), warmer(), batches)
 
+    def half() -> object:
+        batch = rows()
+        return M.forward_backward(build(), warmer(), [{**batch, "prev_logprobs": batch["prev_logprobs"].bfloat16()}])
+
     return {
         "an inverted mask": inverted,
+        "log-probs of 16 bits": half,
         "the same rows": lambda: M.forward_backward(build(), warmer(), [rows()]),
         "another temperature": lambda: M.forward_backward(build(), warmer(temperature=1 + rank / 2), [rows()]),
         "another temperature in a callback": callback,
@@ -329,6 +334,7 @@ def test_each_slip_is_named_on_both_ranks(layout: Layout) -> None:
     want["another temperature in a callback"] = (RIGHT if layout == "pp" else "differ in the loss (a checksum",)
     want["another seed"] = ("differ in the model's weights (a checksum",) if layout in ("cp", "dp") else (RIGHT,)
     alone = {"an inverted mask": "Is the mask inverted?"}  # on the first rank
+    alone |= {"log-probs of 16 bits": "prev_logprobs is torch.bfloat16, which rounds log-probs"}
     alone |= {"the same rows": "all 2 data ranks hold the same rows" if layout == "dp" else RIGHT}
     want |= {name: (text,) for name, text in alone.items()}
     if layout in ("tp", "cp"):
