@@ -93,9 +93,9 @@ def test_parts_of_a_script_need_a_model(capsys: pytest.CaptureFixture[str]) -> N
 @pytest.mark.parametrize(
     ("callback", "layouts", "status", "said"),
     [
-        ("sums", ["tp=1,2", "cp=1,2"], 0, "the step is that of one process on 3 layouts"),
+        ("planted:sums", ["tp=1,2", "cp=1,2"], 0, "the step is that of one process on 3 layouts"),
         (
-            "breaks_a_tensor_rank",
+            "broken:breaks_a_tensor_rank",
             ["tp=2", "packing=padded,packed"],
             1,
             r"rank 1: KeyError: 'loss' at .*\(breaks_a_tensor_rank\)",
@@ -117,7 +117,7 @@ def test_the_ranks_of_a_job(callback: str, layouts: list[str], status: int, said
         "--model-config",
         f"{RIGHT}:dense_config",
         "--loss-callback",
-        f"{PLANTED}:{callback}",
+        f"tests.testing.whole_step.{callback}",
         "--timeout",
         "40",
         "--layouts",

@@ -14,7 +14,7 @@ from parallel_rl.testing.pool import preload
 pytest.importorskip("megatron.core")
 preload("parallel_rl.megatron", "parallel_rl.testing.whole_step.worlds")
 
-from tests.testing.whole_step import planted  # noqa: E402  after the preload
+from tests.testing.whole_step import broken, planted  # noqa: E402  after the preload
 from tests.testing.whole_step.models import dense_config, experts_config, provider  # noqa: E402
 
 
@@ -178,13 +178,13 @@ def test_megatrons_own_loss_of_the_heads_is_found() -> None:
 @pytest.mark.parametrize(
     ("model", "script", "message"),
     [
-        (provider, planted.leaves, r"rank 1: SystemExit: 3 at .*planted.py:\d+ \(leaves\) on dp2"),
+        (provider, broken.leaves, r"rank 1: SystemExit: 3 at .*broken.py:\d+ \(leaves\) on dp2"),
         (
-            planted.raises_on_one,
+            broken.raises_on_one,
             None,
-            r"every rank: rank 1: the provider .*planted:raises_on_one \(.*KeyError: 'hidden' at",
+            r"every rank: rank 1: the provider .*broken:raises_on_one \(.*KeyError: 'hidden' at",
         ),
-        (provider, planted.raises_on_all, r"every rank: this text supports nothing at .*\(raises_on_all\) on dp2"),
+        (provider, broken.raises_on_all, r"every rank: this text supports nothing at .*\(raises_on_all\) on dp2"),
     ],
 )
 def test_a_rank_that_fails_is_named_and_nothing_hangs(model: Any, script: Any, message: str) -> None:
@@ -198,11 +198,11 @@ def test_a_rank_that_fails_is_named_and_nothing_hangs(model: Any, script: Any, m
 def test_a_layout_that_is_refused_by_name_is_not_run() -> None:
     """Sizes that do not divide, attention that takes no context ranks or packed rows, a provider of whole models."""
     refused = [StepLayout(pp=2), StepLayout(tp=4), StepLayout(cp=2), StepLayout(packed=True)]
-    report = check_step(planted.megatrons_layers, dense_config, layouts=refused)
+    report = check_step(broken.megatrons_layers, dense_config, layouts=refused)
     assert report.ok and [report.verdict(row) for row in report.rows] == ["ok", *["not run"] * 3], str(report)
     for text in ("num_query_groups = 2 at test size is not divisible by 4", "Context parallelism", "packed rows on"):
         assert text in str(report), str(report)
-    report = check_step(planted.without_stages, dense_config, layouts=[StepLayout(), StepLayout(pp=2)])
+    report = check_step(broken.without_stages, dense_config, layouts=[StepLayout(), StepLayout(pp=2)])
     assert report.ok and "without_stages" in str(report) and "takes no pre_process" in str(report), str(report)
 
 
@@ -220,17 +220,17 @@ def test_frozen_weights_and_buffers_are_those_of_one_process() -> None:
 @pytest.mark.parametrize(
     ("model", "config", "message"),
     [
-        (planted.no_model, dense_config, r"no_model \(.*planted.py:\d+\) returned NoneType; it must return a GPTModel"),
-        (planted.two_models, dense_config, r"returned a list of 2 \(GPTModel, GPTModel\); it must return a GPTModel"),
-        (planted.linear, dense_config, "returned Linear, which has no config, .*; it must return a GPTModel"),
+        (broken.no_model, dense_config, r"no_model \(.*broken.py:\d+\) returned NoneType; it must return a GPTModel"),
+        (broken.two_models, dense_config, r"returned a list of 2 \(GPTModel, GPTModel\); it must return a GPTModel"),
+        (broken.linear, dense_config, "returned Linear, which has no config, .*; it must return a GPTModel"),
         (
-            planted.breaks,
+            broken.breaks,
             dense_config,
-            r"planted:breaks \(.*\) raises KeyError: 'hidden' at .*planted.py:\d+ \(breaks\)",
+            r"broken:breaks \(.*\) raises KeyError: 'hidden' at .*broken.py:\d+ \(breaks\)",
         ),
-        (planted.engine, dense_config, "needs Transformer Engine.*layer_spec"),
-        (provider, planted.no_model, "config is|missing 1 required"),
-        (provider, planted.heterogeneous, "heterogeneous_block_specs = True describes each layer and cannot shrink"),
+        (broken.engine, dense_config, "needs Transformer Engine.*layer_spec"),
+        (provider, broken.no_model, "config is|missing 1 required"),
+        (provider, broken.heterogeneous, "heterogeneous_block_specs = True describes each layer and cannot shrink"),
     ],
 )
 def test_bad_input(model: Callable[..., Any], config: Any, message: str) -> None:
@@ -242,12 +242,12 @@ def test_bad_input(model: Callable[..., Any], config: Any, message: str) -> None
     ("callback", "message"),
     [
         (
-            planted.returns_none,
-            r"planted:returns_none \(.*planted.py:\d+\) returned NoneType; .* takes \(loss, log\) or",
+            broken.returns_none,
+            r"broken:returns_none \(.*broken.py:\d+\) returned NoneType; .* takes \(loss, log\) or",
         ),
-        (planted.returns_four, r"returns_four .* returned a tuple of 4 \(Tensor, Tensor, dict, int\)"),
-        (planted.detaches, r"detaches .* returned a loss without a gradient; do not detach it"),
-        pytest.param(planted.loops, r"no answer in 10 s, at .*planted.py:\d+ \(loops\)", marks=pytest.mark.slow),
+        (broken.returns_four, r"returns_four .* returned a tuple of 4 \(Tensor, Tensor, dict, int\)"),
+        (broken.detaches, r"detaches .* returned a loss without a gradient; do not detach it"),
+        pytest.param(broken.loops, r"no answer in 10 s, at .*broken.py:\d+ \(loops\)", marks=pytest.mark.slow),
     ],
 )
 def test_a_callback_that_gives_no_loss(callback: Callable[..., Any], message: str) -> None:
@@ -257,7 +257,7 @@ def test_a_callback_that_gives_no_loss(callback: Callable[..., Any], message: st
             dense_config,
             loss_callback=callback,
             layouts=[StepLayout()],
-            timeout=10 if callback is planted.loops else 60,
+            timeout=10 if callback is broken.loops else 60,
         )
 
 
