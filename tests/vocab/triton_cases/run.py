@@ -16,7 +16,7 @@ def check_cases(name: str) -> None:
     environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     ran = subprocess.run(
         [*command, str(CASES / f"{name}.py")], env=environment, cwd=CASES.parents[2], capture_output=True, text=True,
-        timeout=600,
+        timeout=900,
     )  # fmt: skip
     last = ran.stdout.strip().splitlines()[-1] if ran.stdout.strip() else ""
     assert ran.returncode == 0 and " passed" in last and "skipped" not in last, ran.stdout[-8000:] + ran.stderr[-2000:]

@@ -127,7 +127,6 @@ SPLITS = [
     (torch.bfloat16, RULES[0], "uneven"),
     (torch.float32, RULES[1], "even"),
     (torch.bfloat16, RULES[2], "empty"),
-    (torch.bfloat16, RULES[-1], "uneven"),
 ]
 
 
