@@ -10,6 +10,7 @@ from typing import final
 
 from parallel_rl.config.json_text import all_finite, all_int64, brief, is_finite, is_int64
 from parallel_rl.losses.core.requirements import Field
+from parallel_rl.training.config.data import ROLLOUT_FIELDS
 from parallel_rl.training.data.conversations import (
     answers_of,
     asked_text,
@@ -25,8 +26,6 @@ from parallel_rl.training.tokenizer.protocol import Message, Target
 
 # values of the user's own fields: of the sequence, or of each token
 Own = tuple[float | tuple[float, ...], ...]
-
-_ROLLOUT = ("tokens", "logprobs", "mask", "group", "reward", "advantage", "staleness", "run", "segments")
 
 
 @final
@@ -207,7 +206,7 @@ def parse_rollout(row: Row, vocab_size: int, own: Sequence[Field] = ()) -> Rollo
     Raises:
         ValueError: a field that is missing, unknown or malformed.
     """
-    pick(without_own(row, own), _ROLLOUT, {})
+    pick(without_own(row, own), ROLLOUT_FIELDS, {})
     tokens, logprobs = _numbers(row, "tokens", integer=True), _numbers(row, "logprobs")
     if tokens and not (min(tokens) >= 0 and max(tokens) < vocab_size):
         outside = next(token for token in tokens if not 0 <= token < vocab_size)
@@ -241,13 +240,22 @@ def _own_values(row: Row, fields: Sequence[Field], count: int = 0) -> Own:
         if name not in row:
             raise ValueError(f"the field {name!r} is missing; the loss declares it")
         if declared.per == "sequence":
-            values.append(_number(row[name], name, integer))
+            values.append(_number(_as_numbers(row[name], declared), name, integer))
             continue
-        numbers = _numbers(row, name, integer)
+        numbers = _numbers({name: _as_numbers(row[name], declared)}, name, integer)
         if len(numbers) != count:
             raise ValueError(f"{name!r} has {len(numbers)} values for {count} 'logprobs'; one for each is needed")
         values.append(tuple(numbers))
     return tuple(values)
+
+
+def _as_numbers(value: object, declared: Field) -> object:
+    """Convert true and false of a label or a mask to 1 and 0."""
+    if declared.dtype not in ("label", "mask"):
+        return value
+    if isinstance(value, list):
+        return [_as_numbers(one, declared) for one in value]
+    return int(value) if isinstance(value, bool) else value
 
 
 def _one_each(row: Row, key: str, count: int) -> tuple[int, ...]:
