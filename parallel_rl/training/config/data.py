@@ -40,7 +40,18 @@ FIELDS: Mapping[str, tuple[str, ...]] = {
     "solutions": (*_ASKED, "completions", "labels"),
 }
 # the fields of recorded rollouts, which have no other names
-ROLLOUT_FIELDS = ("tokens", "logprobs", "mask", "group", "reward", "advantage", "staleness", "run", "segments")
+ROLLOUT_FIELDS = (
+    "tokens",
+    "logprobs",
+    "mask",
+    "group",
+    "reward",
+    "advantage",
+    "staleness",
+    "run",
+    "segments",
+    "sample_mask",
+)
 # forms of other frameworks, see `training.data.forms`
 FORM_NAMES = (
     "unpaired_preference",
