@@ -70,6 +70,8 @@ def test_a_completion_that_cannot_be_scored_counts_as_0(zeros: int, tmp_path: Pa
             run_world(1, _screen, given)
         return
     [screen] = run_world(1, _screen, given)
+    last = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-1])
+    assert last["held_out_samples_failed/reward"] == 1 and last["held_out_reward"] == pytest.approx(0.9)
     assert screen.count("warning: a sample failed and is masked: reward 'no_zeros' of sample 0 failed") == 1
     assert "0.9" in screen and "KeyError: '10+0='" in screen
 

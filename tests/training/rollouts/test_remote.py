@@ -284,7 +284,16 @@ def test_a_sample_that_fails_is_masked_and_counted(tmp_path: Path) -> None:
 
     with serve(draws) as server, serve(scores) as judge:
         more = {"reward": judge.url, "rl__failed_samples": "{retries: 0, max_share: 0.9}", "rl__steps": 2}
-        one = train(tmp_path / "one", server, **more)
+        one = train(tmp_path / "one", server, **more, rl__record="true")
+        recording = "".join(path.read_text() for path in sorted((tmp_path / "one" / "rollouts").iterdir()))
+        masked = [json.loads(line).get("sample_mask") for line in recording.splitlines()]
+        assert len(masked) == 2 * SAMPLES and {*masked} == {None, 0}
+        (tmp_path / "recording.jsonl").write_text(recording)
+        replay = {"data__train": "null", "data__rollouts": tmp_path / "recording.jsonl", "rl__server": "null"}
+        for row, live in zip(train(tmp_path / "replay", server, **{**more, **replay}), one, strict=True):
+            del row["phase"]
+            kept = {name: value for name, value in row.items() if not name.startswith("samples_failed")}
+            assert kept == pytest.approx({name: live[name] for name in kept}, rel=1e-8, abs=1e-12)
         failed = {cause: [row[f"samples_failed/{cause}"] for row in one] for cause in ("logprobs", "reward")}
         assert sum(failed["logprobs"]) > 0 and sum(failed["reward"]) > 0
         for layout in ("TP 2", "DP 2"):
