@@ -128,6 +128,12 @@ class SampleFailures:
                 flush=True,
             )
 
+    def report_logprobs(self, source: str, failed: Tensor, sample_ids: Sequence[int]) -> None:
+        """Report the first of the samples [N] whose log-probs failed, if there is one."""
+        if bool(failed.any()):
+            first = sample_ids[int(failed.nonzero()[0, 0])]
+            self.report("logprobs", f"{source} gave a log-prob that is not finite, of sample {first}")
+
     def report_unread(self, fault: str | None) -> None:
         """Print the first fault of log-probs that nothing reads; its sample stays."""
         if fault is not None and "unread" not in self._printed:

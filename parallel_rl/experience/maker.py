@@ -238,10 +238,7 @@ def _generate(
     samples, lost = without_failed_logprobs(samples)
     rewards = rewards.to(samples.lengths.device)
     unscored = (~rewards.isfinite()).view(len(samples), -1).any(1)
-    if bool(lost.any()):
-        failures.report(
-            "logprobs", f"generate gave a log-prob that is not finite, of sample {int(lost.nonzero()[0, 0])}"
-        )
+    failures.report_logprobs("generate", lost, range(len(samples)))
     if bool(unscored.any()):
         failures.report("reward", f"score gave a reward that is not finite, of sample {int(unscored.nonzero()[0, 0])}")
     rewards[lost | unscored] = torch.nan

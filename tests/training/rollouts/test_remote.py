@@ -13,7 +13,7 @@ import pytest
 from parallel_rl.testing.pool import WorldError, run_world
 from tests.servers.policy_server import Policy, answer
 from tests.servers.server import Server, serve
-from tests.training.helpers import LAYOUTS, assert_near, cut, run, train_rows
+from tests.training.helpers import LAYOUTS, assert_near, cut, run, screen_of_run, train_rows
 
 SMALL = {
     "model__hidden": 32,
@@ -275,7 +275,7 @@ def test_a_sample_that_fails_is_masked_and_counted(tmp_path: Path) -> None:
     def draws(number: int, body: dict) -> tuple[int, object]:
         found = answer(Policy(), body)
         assert isinstance(found, dict)
-        if body["seed"] % 16 == 3:
+        if body["seed"] % 16 == 3 or body["temperature"] == 0:
             found["choices"][0]["logprobs"]["token_logprobs"][-1] = -9999.0
         return 200, found
 
@@ -298,6 +298,9 @@ def test_a_sample_that_fails_is_masked_and_counted(tmp_path: Path) -> None:
         assert sum(failed["logprobs"]) > 0 and sum(failed["reward"]) > 0
         for layout in ("TP 2", "DP 2"):
             assert_near(train(tmp_path / layout, server, layout, **more), one, where=layout)
+        greedy = {**more, "reward": "long_answers", "rl__steps": 1, "rl__advantages": "remax"}
+        [screen] = run_world(1, screen_of_run, arguments(tmp_path / "greedy", server, **greedy))
+        assert screen.count("warning: log-probs of a sample failed, which nothing reads here: completion server") == 1
         more["rl__failed_samples"] = "{retries: 1, max_share: 0.0}"
         with pytest.raises(WorldError, match=r"failed, more than failed_samples.max_share = 0") as caught:
             train(tmp_path / "strict", server, "DP 2", **more)

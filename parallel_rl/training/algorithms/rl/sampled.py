@@ -71,9 +71,8 @@ def _draw(session: Session, config: RLConfig, step: int, positions: Sequence[int
             session.failures.report("logprobs", fault)
         others |= {"staleness": config.policy_version(step) - versions, "servers": servers}
     samples, lost = without_failed_logprobs(samples)
-    if session.served is None and bool(lost.any()) and Sharing(engine).asks:
-        sample_id = ids[int(lost.nonzero()[0, 0])]
-        session.failures.report("logprobs", f"the trainer gave a log-prob that is not finite, of sample {sample_id}")
+    if session.served is None and Sharing(engine).asks:
+        session.failures.report_logprobs("the trainer's sampler", lost, ids)
     rewards = completion_rewards(session, prompts, samples.responses()).to(engine.float_dtype)
     if "greedy_rewards" in config.advantages.needs:
         if session.served is None:
