@@ -36,12 +36,12 @@ class DynamicSampling:
             raise ValueError(f"max_rounds = {self.max_rounds} must be at least 2: with one nothing is drawn again")
 
     def keeps(self, rewards: Tensor) -> list[bool]:
-        """Return whether each prompt stays, from the rewards [prompts, samples] of its samples.
+        """Return whether each prompt stays, from the rewards [prompts, samples] of its samples; NaN for failed ones.
 
         >>> DynamicSampling().keeps(torch.tensor([[1.0, 0.0], [1.0, 1.0]]))
         [True, False]
         """
-        means = rewards.double().mean(1)
+        means = rewards.double().nanmean(1)
         return ((self.low < means) & (means < self.high)).tolist()
 
 

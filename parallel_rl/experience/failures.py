@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from parallel_rl.advantages.table import SampleTable, by_group
 from parallel_rl.agreement import communication_device, raise_on_all_ranks
 from parallel_rl.config.strict import at_least
 from parallel_rl.experience.samples import Samples
@@ -67,6 +68,16 @@ def without_failed_logprobs(samples: Samples) -> tuple[Samples, Tensor]:
     return replace(samples, generation_logprobs=logprobs.masked_fill(failed[:, None], 0.0)), failed
 
 
+def redrawn(samples: Samples, fresh: Samples, failed: Tensor, places: Sequence[int]) -> Samples:
+    """Replace the samples that failed by fresh ones of the prompts at `places`; group ids stay."""
+    count = len(fresh) // len(places)
+    rows = [
+        len(samples) + places.index(row // count) * count + row % count if bad else row
+        for row, bad in enumerate(failed.tolist())
+    ]
+    return replace(Samples.concat([samples, fresh]).select(rows), group_ids=samples.group_ids)
+
+
 def without_lone(rewards: Tensor, size: int) -> Tensor:
     """Set the reward of a sample to NaN if all others of its group, `size` rows in order, failed.
 
@@ -78,6 +89,25 @@ def without_lone(rewards: Tensor, size: int) -> Tensor:
     rewards = rewards.clone()
     rewards[lone.repeat_interleave(size)] = torch.nan
     return rewards
+
+
+def lone_in_groups(scored: Tensor, group_ids: Tensor, data: ProcessGroup | None = None) -> Tensor:
+    """Mark samples [N] of a group of which one alone is scored; every data rank calls it.
+
+    >>> lone_in_groups(torch.tensor([True, True, False, True]), torch.tensor([5, 6, 5, 6])).tolist()
+    [True, False, True, False]
+
+    Args:
+        scored: [N] bool.
+        group_ids: [N], in any order.
+        data: the ranks that hold other samples.
+    """
+
+    def lone(table: SampleTable) -> Tensor:
+        return ((table.sums(table.rewards)[table.index] == 1) & ~table.alone).double()
+
+    columns = {"rewards": scored.double(), "group_ids": group_ids}
+    return by_group(lone, columns, torch.ones_like(scored), data) > 0
 
 
 class SampleFailures:
@@ -97,6 +127,18 @@ class SampleFailures:
                 f"warning: a sample failed and is masked: {message}; samples_failed/{cause} counts such samples",
                 flush=True,
             )
+
+    def report_logprobs(self, source: str, failed: Tensor, sample_ids: Sequence[int]) -> None:
+        """Report the first of the samples [N] whose log-probs failed, if there is one."""
+        if bool(failed.any()):
+            first = sample_ids[int(failed.nonzero()[0, 0])]
+            self.report("logprobs", f"{source} gave a log-prob that is not finite, of sample {first}")
+
+    def report_unread(self, fault: str | None) -> None:
+        """Print the first fault of log-probs that nothing reads; its sample stays."""
+        if fault is not None and "unread" not in self._printed:
+            self._printed.add("unread")
+            print(f"warning: log-probs of a sample failed, which nothing reads here: {fault}", flush=True)
 
     def count(
         self,
@@ -121,7 +163,8 @@ class SampleFailures:
         total, *counts = group_sum(torch.tensor(numbers, device=device), data).tolist()
         self._samples += total
         self._counts = [count + more for count, more in zip(self._counts, counts, strict=True)]
-        if sum(self._counts) <= self.config.max_share * self._samples:
+        most = self.config.max_share * self._samples * (1 + 1e-9)  # 0.29 · 100 is below 29
+        if sum(self._counts) <= most:
             return
         causes = ", ".join(f"{n} by {cause}" for n, cause in zip(self._counts, CAUSES, strict=True) if n)
         what = f"{causes} of {self._samples} samples failed, more than failed_samples.max_share = {self.config.max_share:g}"

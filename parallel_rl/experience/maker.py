@@ -15,7 +15,14 @@ from parallel_rl.advantages.table import SampleTable, by_group
 from parallel_rl.agreement import raise_on_all_ranks
 from parallel_rl.config.strict import configure
 from parallel_rl.experience.dynamic_sampling import Drawn, draw_groups
-from parallel_rl.experience.failures import SampleFailures, failed_logprobs, without_failed_logprobs, without_lone
+from parallel_rl.experience.failures import (
+    SampleFailures,
+    failed_logprobs,
+    lone_in_groups,
+    redrawn,
+    without_failed_logprobs,
+    without_lone,
+)
 from parallel_rl.experience.kl_control import kl_controller
 from parallel_rl.experience.maker_config import ExperienceConfig
 from parallel_rl.experience.pipeline import Models, ask_models, compute_advantages, is_truncated, shape_rewards
@@ -179,6 +186,7 @@ class ExperienceMaker(Generic[PromptT]):
     def _draw(self, prompts: Sequence[PromptT]) -> Drawn:
         """Samples of these prompts, and of others in place of those that do not stay, with group ids."""
         sources, size, groups = self.sources, self.config.samples_per_prompt, self.groups
+        grouped, dynamic = self.config.advantages.grouped, self.config.dynamic_sampling
 
         def draw(missing: Sequence[int], number: int) -> tuple[Samples, Tensor] | None:
             def work() -> tuple[Samples, Tensor, dict[str, Tensor]] | None:
@@ -190,20 +198,22 @@ class ExperienceMaker(Generic[PromptT]):
             self.failures.count(*((0, {}) if result is None else (len(result[0]), result[2])), data=groups.data)
             if result is None:
                 return None
-            grouped = self.config.advantages.grouped
-            return result[0], without_lone(result[1], size) if grouped else result[1]
+            return result[0], without_lone(result[1], size) if grouped and dynamic else result[1]
 
-        drawn = draw_groups(draw, len(prompts), size, self.config.dynamic_sampling, groups, in_place=False)
+        drawn = draw_groups(draw, len(prompts), size, dynamic, groups, in_place=False)
         failed = drawn.rewards.isnan() if drawn.rewards.dim() == 1 else drawn.rewards.isnan().any(1)
         drawn = drawn._replace(keep=drawn.keep & ~failed, rewards=drawn.rewards.nan_to_num(0.0))
         samples = drawn.samples
         if samples.group_ids is None:
             own = torch.arange(len(samples)) // size + (groups.dp_rank << 40)  # ids of no other rank
             samples = replace(samples, group_ids=own.to(samples.lengths.device))
-        elif self.config.dynamic_sampling is not None:
+        elif dynamic is not None:
             columns = {"rewards": torch.zeros_like(samples.group_ids).double(), "group_ids": samples.group_ids}
             everyone = torch.ones_like(samples.group_ids, dtype=torch.bool)
             by_group(lambda table: _whole(table, size), columns, everyone, groups.data)
+        if grouped and dynamic is None:
+            assert samples.group_ids is not None
+            drawn = drawn._replace(keep=drawn.keep & ~lone_in_groups(drawn.keep, samples.group_ids, groups.data))
         return drawn._replace(samples=samples)
 
 
@@ -218,7 +228,7 @@ def _generate(
         failed = failed_logprobs(samples)
         if not (places := sorted({row // count for row in failed.nonzero()[:, 0].tolist()})):
             break
-        samples = _redrawn(samples, _samples(sources, [prompts[place] for place in places], count), failed, places)
+        samples = redrawn(samples, _samples(sources, [prompts[place] for place in places], count), failed, places)
     rewards = _rewards(sources, samples)
     for _ in range(retries):
         rows = (~rewards.isfinite()).view(len(samples), -1).any(1).nonzero()[:, 0]
@@ -228,10 +238,7 @@ def _generate(
     samples, lost = without_failed_logprobs(samples)
     rewards = rewards.to(samples.lengths.device)
     unscored = (~rewards.isfinite()).view(len(samples), -1).any(1)
-    if bool(lost.any()):
-        failures.report(
-            "logprobs", f"generate gave a log-prob that is not finite, of sample {int(lost.nonzero()[0, 0])}"
-        )
+    failures.report_logprobs("generate", lost, range(len(samples)))
     if bool(unscored.any()):
         failures.report("reward", f"score gave a reward that is not finite, of sample {int(unscored.nonzero()[0, 0])}")
     rewards[lost | unscored] = torch.nan
@@ -246,16 +253,6 @@ def _samples(sources: Sources[PromptT], prompts: Sequence[PromptT], count: int) 
             f"generate gave {len(samples)} {layout} samples for {len(prompts)} prompts; {count} padded ones of each are needed"
         )
     return samples
-
-
-def _redrawn(samples: Samples, fresh: Samples, failed: Tensor, places: Sequence[int]) -> Samples:
-    """The samples, with fresh ones of the prompts at `places` for those that failed; group ids stay."""
-    count = len(fresh) // len(places)
-    rows = [
-        len(samples) + places.index(row // count) * count + row % count if bad else row
-        for row, bad in enumerate(failed.tolist())
-    ]
-    return replace(Samples.concat([samples, fresh]).select(rows), group_ids=samples.group_ids)
 
 
 def _rewards(sources: Sources[PromptT], samples: Samples) -> Tensor:

@@ -16,6 +16,8 @@ from parallel_rl.experience import (
     DynamicSampling,
     ExperienceConfig,
     ExperienceMaker,
+    FailedSamplesConfig,
+    SampleFailures,
     Samples,
     Sources,
     padded_samples,
@@ -327,6 +329,32 @@ def test_dynamic_sampling_of_a_part_of_a_group_is_refused() -> None:
     """Each rank judged its own part: one kept what the other drew anew."""
     said = "group 1 has 4 samples in the step; dynamic_sampling needs the 2 of a prompt on one rank, and an id that no other "
     assert run_world(2, grouped_on_a_rank) == [said + "prompt of the step has, in any round"] * 2
+
+
+def test_a_failed_sample_is_judged_with_its_own_group() -> None:
+    """Its group has the samples of one id; dynamic sampling looks at those that did not fail."""
+    nan = torch.nan
+    assert DynamicSampling().keeps(torch.tensor([[1, nan, 0], [nan, nan, nan], [1, nan, 1]])) == [True, False, False]
+
+    def rate(samples: Samples) -> Tensor:
+        return torch.where(torch.arange(len(samples)) == 1, nan, score(samples))
+
+    def draw(prompts: Sequence[int], count: int) -> Samples:
+        return replace(generate(prompts, count), group_ids=torch.tensor([7, 7, 7, 7, 8, 8]))
+
+    config = {"samples_per_prompt": 2, "failed_samples": {"retries": 0, "max_share": 0.5}}
+    made = ExperienceMaker(config, Sources[int](generate=draw, score=rate)).make([1, 1, 2]).experience
+    assert made.sample_mask is not None and made.sample_mask.tolist() == [True, False, True, True, True, True]
+    made = ExperienceMaker(config, Sources[int](generate=generate, score=rate)).make([1, 3, 2]).experience
+    assert made.sample_mask is not None and made.sample_mask.tolist() == [False, False, True, True, True, True]
+
+
+def test_as_many_failures_as_the_bound_are_accepted() -> None:
+    """0.29 · 100 is 28.999… in binary."""
+    failures = SampleFailures(FailedSamplesConfig(max_share=0.29))
+    failures.count(100, {"reward": torch.arange(100) < 29})
+    with pytest.raises(ValueError, match="30 by reward of 100 samples failed, more than"):
+        failures.count(0, {"reward": torch.tensor([True])})
 
 
 @pytest.mark.parametrize("cause", ["reward", "logprobs"])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import random
 import shutil
@@ -94,6 +96,14 @@ def train_rows(rank: int, arguments: list[str]) -> Rows:
         result = trainer.train(load_config(arguments[0], arguments[1:]))
     release_experts()
     return [{key: value for key, value in row.items() if key not in CLOCK} for row in result.rows]
+
+
+def screen_of_run(rank: int, arguments: list[str]) -> str:
+    """Train on this rank; return what it printed."""
+    screen = io.StringIO()
+    with contextlib.redirect_stdout(screen):
+        train_rows(rank, arguments)
+    return screen.getvalue()
 
 
 def assert_near(rows: Rows, expected: Rows, rel: float = 1e-8, abs: float = 1e-12, where: str = "") -> None:

@@ -43,5 +43,6 @@ def _completions(session: Session, config: DistillationConfig, at: TrainProgress
         assert config.server is not None
         if at.step % config.server.update_every == 0 or not served.updated:
             served.bring(engine.config.policy_version(at.step))
-        drawn = served.take(chosen, ids).samples
+        drawn, *_, fault = served.take(chosen, ids)
+        session.failures.report_unread(fault)
     return padded_samples(chosen, drawn.responses())

@@ -54,18 +54,19 @@ def evaluate(session: Session, config: EvaluationConfig, at: TrainProgress) -> E
         chosen = raise_on_all_ranks(partial(_each, prompts, [index // samples for index in ids]))
         sources |= {index // samples: prompt.source for index, prompt in zip(ids, chosen, strict=True)}
         completions = _draw(session, chosen, ids)
-        scores = completion_rewards(session, chosen, completions)
-        session.failures.count(len(scores), {"reward": scores.isnan()}, groups.data, engine.replica_groups)
-        rewards.append(scores.nan_to_num(0.0))
-        shown += _shown(session, config, ids, chosen, completions, rewards[-1])
-    session.failures.metrics()  # a step's counts begin at 0
+        rewards.append(completion_rewards(session, chosen, completions))
+        shown += _shown(session, config, ids, chosen, completions, rewards[-1].nan_to_num(0.0))
     local = torch.cat(rewards)
+    session.failures.count(len(local), {"reward": local.isnan()}, groups.data, engine.replica_groups)
+    failed = session.failures.metrics()["samples_failed/reward"]  # a step's counts begin at 0
+    local = local.nan_to_num(0.0)
     own = torch.zeros(count, dtype=torch.float64)
     own[mine.start : mine.stop] = local
     whole = sum_over_groups(own, [groups.data])
     everywhere = {number: source for part in gather_results(lambda: sources) for number, source in part.items()}
     by_prompt = [everywhere[number] for number in range(len(prompts))]
     metrics = evaluation_metrics(whole.view(-1, samples), by_prompt, config.passing)
+    metrics |= {"held_out_samples_failed/reward": failed}
     if config.show:
         found = {sample.number: sample for part in gather_results(lambda: shown) for sample in part}
         shown = [found[number] for number in sorted(found)]
@@ -93,7 +94,9 @@ def _draw(session: Session, prompts: Sequence[Prompt], ids: Sequence[int]) -> li
     engine, tokens = session.engine, [prompt.tokens for prompt in prompts]
     seed = 2 * engine.config.run.seed + 1  # even seeds are training's
     if session.served is not None and session.served.updated:
-        return session.served.draw(tokens, ids, seed).responses()
+        drawn, *_, fault = session.served.draw(tokens, ids, seed)
+        session.failures.report_unread(fault)
+        return drawn.responses()
     return sample(engine, tokens, ids, seed, engine.config.sampling).responses() if tokens else []
 
 

@@ -39,6 +39,19 @@ FIELDS: Mapping[str, tuple[str, ...]] = {
     "answers": (*_ASKED, "answer", "label"),
     "solutions": (*_ASKED, "completions", "labels"),
 }
+# the fields of recorded rollouts, which have no other names
+ROLLOUT_FIELDS = (
+    "tokens",
+    "logprobs",
+    "mask",
+    "group",
+    "reward",
+    "advantage",
+    "staleness",
+    "run",
+    "segments",
+    "sample_mask",
+)
 # forms of other frameworks, see `training.data.forms`
 FORM_NAMES = (
     "unpaired_preference",

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Collection, Mapping
 
+from parallel_rl.experience.samples import Experience
 from parallel_rl.losses.choice import LossConfig
+from parallel_rl.losses.components import ComponentsLossFn
 from parallel_rl.losses.core.requirements import Field
+from parallel_rl.training.config.data import FIELDS, ROLLOUT_FIELDS
 
 # what rows of pairs can have beside their tokens
 LABELS = "preference_labels"
@@ -57,13 +61,49 @@ ESTIMATOR_FIELDS = (
     "greedy_rewards",
     "teacher_token_logprobs",
 )
+# names with a meaning of their own in a step or in records
+_TAKEN = frozenset(
+    {
+        "untruncated_logprobs",
+        *(attribute.name for attribute in dataclasses.fields(Experience)),
+        *ESTIMATOR_FIELDS,
+        *FIELDS["examples"],
+        *ROLLOUT_FIELDS,
+    }
+)
 
 
 def own_fields(choice: LossConfig) -> tuple[Field, ...]:
-    """Fields that a loss declares and no trainer gives: records have them, one value a token or a sequence."""
+    """Fields that a loss declares and no trainer gives: records have them, one value a token or a sequence.
+
+    Raises:
+        ValueError: a field whose name has another meaning, or whose alignment records do not have.
+    """
     fields = choice.requirements.fields
-    return tuple(
+    own = tuple(
         field for field in fields if field.name not in _GIVEN and field.per in ("token", "sequence") and not field.width
+    )
+    for field in own:
+        if field.name in _TAKEN:
+            raise ValueError(
+                f"loss.name = {choice.name!r} declares the field {field.name!r}, a name that the trainer or the records use "
+                "for something else; rename the field"
+            )
+        if field.per == "token" and field.alignment == "predictor":
+            raise ValueError(
+                f"loss.name = {choice.name!r} declares the field {field.name!r} with alignment 'predictor'; records give "
+                "values at their own tokens, so declare alignment 'token'"
+            )
+    return own
+
+
+def has_unknown_fields(choice: LossConfig) -> bool:
+    """Return whether only the ranks know all fields of a loss, as they import it or one of its components."""
+    if choice.unseen:
+        return True
+    loss_fn = choice.build()
+    return isinstance(loss_fn, ComponentsLossFn) and any(
+        has_unknown_fields(component.loss) for component in loss_fn.config.components.values()
     )
 
 

@@ -6,11 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from parallel_rl.experience.rewards import named_reward
+from parallel_rl.losses.choice import LossConfig
 from parallel_rl.losses.core.requirements import Field
 from parallel_rl.servers.http_reward import HTTPRewardConfig
 from parallel_rl.training.config.algorithms import DistillationConfig, RLConfig, SupervisedConfig
 from parallel_rl.training.config.data import DataConfig
-from parallel_rl.training.config.fields import own_fields
+from parallel_rl.training.config.fields import has_unknown_fields, own_fields
 from parallel_rl.training.config.model import ModelConfig, check_model_layout
 from parallel_rl.training.config.preference import PreferenceConfig
 from parallel_rl.training.config.run import RunConfig
@@ -101,9 +102,23 @@ class TrainConfig:
 
     def own_fields(self, source: str) -> tuple[Field, ...]:
         """The user's own fields in the records of a source, for the losses that declare them."""
-        sections = {"examples": (self.warmup, self.sft), "rollouts": (self.rl,)}.get(source, ())
-        fields = {one.name: one for section in sections if section is not None for one in own_fields(section.loss)}
-        return () if getattr(self.data, source) is None else tuple(fields.values())
+        if source not in ("examples", "rollouts"):
+            return ()
+        fields = {one.name: one for loss in self._losses_on(source) for one in own_fields(loss)}
+        return tuple(fields.values())
+
+    @property
+    def unknown_sources(self) -> tuple[str, ...]:
+        """Sources whose records may have fields of a loss that this process does not import."""
+        sources = ("examples", "solutions", "rollouts")
+        return tuple(source for source in sources if any(map(has_unknown_fields, self._losses_on(source))))
+
+    def _losses_on(self, source: str) -> list[LossConfig]:
+        """List the losses that may read fields of their own from the records of a source, if it is given."""
+        sections = {"examples": (self.warmup, self.sft), "solutions": (self.sft,), "rollouts": (self.rl,)}[source]
+        if getattr(self.data, source) is None:
+            return []
+        return [section.loss for section in sections if section is not None]
 
     def policy_version(self, step: int) -> int:
         """Optimizer steps of the policy before step `step` of the main phase."""
@@ -125,7 +140,9 @@ class TrainConfig:
         prompts = (rl is not None and data.rollouts is None) or (
             distillation is not None and distillation.rows == "policy"
         )
-        solutions = self.sft is not None and self.sft.source == "solutions"
+        solutions = self.sft is not None and (
+            self.sft.source == "solutions" or (data.solutions is not None and has_unknown_fields(self.sft.loss))
+        )
         examples = {
             "the supervised phase": self.warmup is not None or (self.sft is not None and not solutions),
             "rl.experts": rl is not None and rl.experts > 0,

@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import final
 
-from parallel_rl.config.json_text import all_finite, all_int64, brief, is_finite, is_int64
+from parallel_rl.config.json_text import brief
 from parallel_rl.losses.core.requirements import Field
+from parallel_rl.training.config.data import ROLLOUT_FIELDS
 from parallel_rl.training.data.conversations import (
     answers_of,
     asked_text,
@@ -21,12 +22,8 @@ from parallel_rl.training.data.conversations import (
     without_nulls,
 )
 from parallel_rl.training.data.format import Format, Row, UnfitRecord, field_of, pick, text_of, without_own
+from parallel_rl.training.data.numbers import Own, checked_number, numbers_of, own_values
 from parallel_rl.training.tokenizer.protocol import Message, Target
-
-# values of the user's own fields: of the sequence, or of each token
-Own = tuple[float | tuple[float, ...], ...]
-
-_ROLLOUT = ("tokens", "logprobs", "mask", "group", "reward", "advantage", "staleness", "run", "segments")
 
 
 @final
@@ -84,6 +81,7 @@ class Rollout:
     turns of those tokens, numbers that do not decrease, or −1 where the environment wrote a token, which carries no loss.
     `mask` is 1 for those of them that the policy sampled, and 0 for what a tool wrote, which carries no loss.
     `own` are the values of the user's own fields: numbers of the sequence, or one for each of those tokens.
+    `sample_mask` is 0 for a sample that carries no loss, such as one whose reward failed.
     """
 
     tokens: tuple[int, ...]
@@ -96,6 +94,7 @@ class Rollout:
     segments: tuple[int, ...] | None = None
     mask: tuple[int, ...] | None = None
     own: Own = ()
+    sample_mask: int | None = None
 
 
 def parse_prompt(row: Row, form: Format) -> Prompt:
@@ -128,7 +127,7 @@ def parse_example(row: Row, form: Format) -> Example:
         ValueError: as `parse_prompt`.
     """
     fields, _ = form.fields(row, "examples")
-    own = _own_values(row, form.own)
+    own = own_values(row, form.own)
     if "text" in fields:
         if len(fields) > 1:
             raise ValueError(f"'text' is all of a record; it also has {', '.join(map(repr, fields.keys() - {'text'}))}")
@@ -201,14 +200,14 @@ def _check_weights(answers: Sequence[Message]) -> None:
 def parse_rollout(row: Row, vocab_size: int, own: Sequence[Field] = ()) -> Rollout:
     """{"tokens": [ids], "logprobs": [floats], "group": integer, and "reward" or "advantage": float}.
 
-    Beside them it may have "staleness" and "run", integers, "segments", one integer a log-prob, and "mask", 0 or 1 a log-prob;
-    and has `own`, the user's own fields, one number each or one a log-prob.
+    Beside them it may have "staleness" and "run", integers, "segments", one integer a log-prob, "mask", 0 or 1 a log-prob, and
+    "sample_mask", 0 or 1; and has `own`, the user's own fields, one number each or one a log-prob.
 
     Raises:
         ValueError: a field that is missing, unknown or malformed.
     """
-    pick(without_own(row, own), _ROLLOUT, {})
-    tokens, logprobs = _numbers(row, "tokens", integer=True), _numbers(row, "logprobs")
+    pick(without_own(row, own), ROLLOUT_FIELDS, {})
+    tokens, logprobs = numbers_of(row, "tokens", integer=True), numbers_of(row, "logprobs")
     if tokens and not (min(tokens) >= 0 and max(tokens) < vocab_size):
         outside = next(token for token in tokens if not 0 <= token < vocab_size)
         raise ValueError(f"'tokens' holds {outside}, which lies outside the vocabulary [0, {vocab_size})")
@@ -221,38 +220,34 @@ def parse_rollout(row: Row, vocab_size: int, own: Sequence[Field] = ()) -> Rollo
         raise ValueError(f"'logprobs' holds {max(logprobs)}; a log-probability is at most 0")
     if ("reward" in row) == ("advantage" in row):
         raise ValueError("exactly one of 'reward' and 'advantage' is needed")
-    reward = _number(row["reward"], "reward") if "reward" in row else None
-    advantage = _number(row["advantage"], "advantage") if "advantage" in row else None
-    group = int(_number(field_of(row, "group"), "group", integer=True))
-    staleness, run = (int(_number(row[key], key, integer=True)) if key in row else None for key in ("staleness", "run"))
+    reward, advantage = (checked_number(row[key], key) if key in row else None for key in ("reward", "advantage"))
+    group = int(checked_number(field_of(row, "group"), "group", integer=True))
+    whole = {
+        key: int(checked_number(row[key], key, integer=True))
+        for key in ("staleness", "run", "sample_mask")
+        if key in row
+    }
+    if (keep := whole.get("sample_mask", 1)) not in (0, 1):
+        raise ValueError(f"'sample_mask' = {keep} must be 1 for a sample to train on, or 0")
     segments = _segments(row, len(logprobs)) if "segments" in row else None
     mask = _mask(row, len(logprobs), segments) if "mask" in row else None
-    values = _own_values(row, own, len(logprobs))
+    values = own_values(row, own, len(logprobs))
     return Rollout(
-        tuple(map(int, tokens)), tuple(logprobs), group, reward, advantage, staleness, run, segments, mask, values
+        tuple(map(int, tokens)),
+        tuple(logprobs),
+        group,
+        reward,
+        advantage,
+        segments=segments,
+        mask=mask,
+        own=values,
+        **whole,
     )
-
-
-def _own_values(row: Row, fields: Sequence[Field], count: int = 0) -> Own:
-    """The values of the user's own fields, in order: a number of the sequence, or `count` of its tokens."""
-    values: list[float | tuple[float, ...]] = []
-    for declared in fields:
-        name, integer = declared.name, declared.dtype == "integer"
-        if name not in row:
-            raise ValueError(f"the field {name!r} is missing; the loss declares it")
-        if declared.per == "sequence":
-            values.append(_number(row[name], name, integer))
-            continue
-        numbers = _numbers(row, name, integer)
-        if len(numbers) != count:
-            raise ValueError(f"{name!r} has {len(numbers)} values for {count} 'logprobs'; one for each is needed")
-        values.append(tuple(numbers))
-    return tuple(values)
 
 
 def _one_each(row: Row, key: str, count: int) -> tuple[int, ...]:
     """A field of integers, one for each of so many log-probs."""
-    values = tuple(map(int, _numbers(row, key, integer=True)))
+    values = tuple(map(int, numbers_of(row, key, integer=True)))
     if len(values) != count:
         raise ValueError(f"{key!r} has {len(values)} values for {count} 'logprobs'; their numbers must be equal")
     return values
@@ -285,25 +280,8 @@ def write_rollouts(path: Path, rollouts: Iterable[Rollout]) -> None:
     for rollout in rollouts:
         value = ("advantage", rollout.advantage) if rollout.reward is None else ("reward", rollout.reward)
         row = {"group": rollout.group, "tokens": rollout.tokens, "logprobs": rollout.logprobs, value[0]: value[1]}
-        row |= {key: x for key in ("staleness", "run", "segments", "mask") if (x := getattr(rollout, key)) is not None}
+        others = ("staleness", "run", "segments", "mask", "sample_mask")
+        row |= {key: x for key in others if (x := getattr(rollout, key)) is not None}
         lines.append(json.dumps(row) + "\n")
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(lines), encoding="utf-8")
-
-
-def _numbers(row: Row, key: str, integer: bool = False) -> Sequence[float]:
-    items = field_of(row, key)
-    if not isinstance(items, list):
-        raise ValueError(f"{key!r} = {brief(items)} is not valid; a list is needed")
-    # thousands of them in each row: one by one only where one is wrong
-    if not (all_int64(items) if integer else all_finite(items)):
-        for index, item in enumerate(items):
-            _number(item, f"{key}[{index}]", integer)
-    return items
-
-
-def _number(value: object, name: str, integer: bool = False) -> float:
-    if not (is_int64(value) if integer else is_finite(value)):
-        needed = "an integer of 64 bits" if integer else "a number that is finite in float32"
-        raise ValueError(f"{name} = {brief(value)} is not valid; {needed} is needed")
-    return value  # type: ignore[return-value]  # a number

@@ -10,7 +10,9 @@ from parallel_rl.config.names import is_left
 from parallel_rl.experience.rewards import reward_function
 from parallel_rl.training.algorithms.phases import phases
 from parallel_rl.training.checkpointing.resume import check_sources, nothing_left
+from parallel_rl.training.config.data import FIELDS
 from parallel_rl.training.config.sections import data_parallel_size
+from parallel_rl.training.config.tokenizer import AUTO
 from parallel_rl.training.config.train import TrainConfig
 from parallel_rl.training.data.alphabet import settle_alphabet
 from parallel_rl.training.data.datasets import Files, find_data
@@ -27,8 +29,8 @@ def check_run(config: TrainConfig, world_size: int) -> str:
     """Check a run that `world_size` ranks shall make, in seconds; the rest of its data is checked when it starts.
 
     Returns:
-        the layout and the folder, as in "TP 2 × CP 2 × PP 1 × DP 8, float32, writes to runs/grpo"; and a line if
-        no step is left.
+        the layout and the folder, as in "TP 2 × CP 2 × PP 1 × DP 8, float32, writes to runs/grpo"; and lines if
+        no step is left, and on records that were not parsed.
 
     Raises:
         ValueError: the world does not match the layout, a reward that cannot be found, a folder that cannot be written, data
@@ -40,19 +42,35 @@ def check_run(config: TrainConfig, world_size: int) -> str:
     for reward in config.rewards.values():
         reward_function(reward)
     check_writable(Path(config.run.dir))
+    lines = []
     if _is_left_to_ranks(config.data.map):  # what it makes of the records is not known here
         find_data(replace(config.data, map=None))
     else:
         files = find_data(config.data)
-        config = settle_alphabet(config, files)
-        tokenizer = config.tokenizer.build()
-        check_vocabulary(config, tokenizer.vocabulary)
-        check_first_records(config, tokenizer, files)
+        if unknown := _unknown_sources(config, files):
+            named = ", ".join(f"data.{name}" for name in unknown)
+            lines.append(
+                f"not looked at: the records of {named}, whose fields the loss declares when the ranks import it"
+            )
+        files = {name: found for name, found in files.items() if name not in unknown}
+        if files or config.tokenizer.alphabet != AUTO:
+            config = settle_alphabet(config, files)
+            tokenizer = config.tokenizer.build()
+            check_vocabulary(config, tokenizer.vocabulary)
+            check_first_records(config, tokenizer, files)
     check_sources(config)
     sizes, data = config.parallel, data_parallel_size(config.parallel, world_size)
     layout = f"TP {sizes.tensor} × CP {sizes.context} × PP {sizes.pipeline} × DP {data}"
     done = nothing_left(config, {phase.name: phase.steps for phase in phases(config)})
-    return f"{layout}, {config.run.dtype}, writes to {config.run.dir}" + (f"\n{done}" if done else "")
+    return "\n".join([f"{layout}, {config.run.dtype}, writes to {config.run.dir}", *([done] if done else []), *lines])
+
+
+def _unknown_sources(config: TrainConfig, files: Files) -> tuple[str, ...]:
+    """List the sources that cannot be parsed without the loss: all, if the alphabet comes from one of them."""
+    unknown = config.unknown_sources
+    if config.tokenizer.alphabet == AUTO and not FIELDS.keys().isdisjoint(unknown):
+        return tuple(files)
+    return unknown
 
 
 def _is_left_to_ranks(name: str | None) -> bool:

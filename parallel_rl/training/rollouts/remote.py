@@ -126,12 +126,12 @@ class RemoteRollouts:
 
     def draw(
         self, prompts: Sequence[Sequence[int]], sample_ids: Sequence[int], seed: int, *, greedy: bool = False
-    ) -> Samples:
+    ) -> Taken:
         """Completions beside those that are trained on: of an evaluation, or the likeliest token each time; as `take`."""
         own = replace(self._sampling, seed=seed)
         sampling = replace(own, temperature=0.0, top_k=None, top_p=None) if greedy else own
         with self._ending():
-            return self._draw(prompts, lambda: self._ask(prompts, sample_ids, sampling)).samples
+            return self._draw(prompts, lambda: self._ask(prompts, sample_ids, sampling))
 
     def bring(self, version: int) -> None:
         """See that the servers have the trainer's present weights, where they are given any; every rank calls it.

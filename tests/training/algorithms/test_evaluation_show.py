@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 import json
 from pathlib import Path
 
@@ -11,14 +9,7 @@ import pytest
 
 from parallel_rl.testing.pool import WorldError, run_world
 from parallel_rl.training.algorithms.shown import ShownSample, shown_text
-from tests.training.helpers import DATA, run, train_rows
-
-
-def _screen(rank: int, given: list[str]) -> str:
-    screen = io.StringIO()
-    with contextlib.redirect_stdout(screen):
-        train_rows(rank, given)
-    return screen.getvalue()
+from tests.training.helpers import DATA, run, screen_of_run
 
 
 def test_samples_of_an_evaluation_are_printed_once_whichever_rank_drew_them(tmp_path: Path) -> None:
@@ -38,7 +29,7 @@ def test_samples_of_an_evaluation_are_printed_once_whichever_rank_drew_them(tmp_
         reward="long_answers",
         run__loggers="[tensorboard]",
     )
-    screen, silent = run_world(2, _screen, given)
+    screen, silent = run_world(2, screen_of_run, given)
     assert silent == ""
     blocks = screen.split("held-out prompt ")[1:]
     assert [int(block[0]) for block in blocks] == [1, 2, 3] * 2  # before and after
@@ -67,9 +58,11 @@ def test_a_completion_that_cannot_be_scored_counts_as_0(zeros: int, tmp_path: Pa
     )
     if zeros > 1:
         with pytest.raises(WorldError, match=r"KeyError: '10\+0=' \(2 by reward of 10 samples failed, more than"):
-            run_world(1, _screen, given)
+            run_world(1, screen_of_run, given)
         return
-    [screen] = run_world(1, _screen, given)
+    [screen] = run_world(1, screen_of_run, given)
+    last = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-1])
+    assert last["held_out_samples_failed/reward"] == 1 and last["held_out_reward"] == pytest.approx(0.9)
     assert screen.count("warning: a sample failed and is masked: reward 'no_zeros' of sample 0 failed") == 1
     assert "0.9" in screen and "KeyError: '10+0='" in screen
 

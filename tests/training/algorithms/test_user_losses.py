@@ -12,10 +12,12 @@ from torch import Tensor
 
 from parallel_rl import LossFn, Mean, Metrics, TokenBatch, register_loss, register_objective
 from parallel_rl.losses import NoConfig
+from parallel_rl.losses.core.requirements import Field, Requirements
 from parallel_rl.metrics import Metric
 from parallel_rl.testing.pool import run_world
 from parallel_rl.training.config.load import load_config
 from parallel_rl.training.data.datasets import find_data
+from parallel_rl.training.data.examples import parse_rollout
 from parallel_rl.training.data.reading import read_datasets
 from tests.training.helpers import DATA, LAYOUTS, assert_near, cut, run, train_rows
 
@@ -91,6 +93,18 @@ def bonus(logprobs: Tensor, batch: TokenBatch) -> tuple[Tensor, dict[str, Mean]]
     return -weight * logprobs, {"weight": Mean(weight)}
 
 
+TAKEN = ("kl", "truncated", "others", "tokens", "answer")
+for taken in TAKEN:
+    register_objective(f"doc_{taken}", sequence_fields=(taken,))(row_weighted)
+
+
+@register_loss("doc_predictor")
+class AtPredictor(Warming):
+    """Reads a field where the token is predicted."""
+
+    requirements = Requirements((Field("bonus", alignment="predictor"),))
+
+
 def own_run(objective: str, folder: Path, path: Path, **more: object) -> list[str]:
     small = {"model__hidden": 16, "evaluation": "null", "data__held_out": "null", "run__dtype": "float64"}
     if objective == "sft":
@@ -145,6 +159,15 @@ def test_the_loss_gets_the_values_of_the_records(tmp_path: Path) -> None:
     assert first[1] == pytest.approx(2 * first[0], rel=1e-12) and first[0] > 0
 
 
+def test_labels_and_masks_may_be_true_and_false() -> None:
+    """Integers and floats may not, as they may not elsewhere."""
+    row = {"tokens": [1, 4, 5], "logprobs": [-1.0, -1.0], "group": 0, "reward": 1.0, "good": True, "kept": [False, 1]}
+    fields = Field("good", per="sequence", dtype="label"), Field("kept", dtype="mask")
+    assert parse_rollout(row, 9, fields).own == (1, (0, 1))
+    with pytest.raises(ValueError, match=r"kept\[0\] = False is not valid"):
+        parse_rollout(row, 9, (fields[0], Field("kept")))
+
+
 @pytest.mark.parametrize(
     ("source", "change", "message"),
     [
@@ -173,6 +196,8 @@ def test_where_a_field_of_one_s_own_has_no_place(tmp_path: Path) -> None:
     for more, message in (
         ({"sft__loss": "{name: doc_bonus}"}, "reads 'bonus' of each token, and data.examples hold texts"),
         ({"sft__loss": "{name: policy}"}, "reads 'advantages', which this section does not have"),
+        ({"sft__loss": "{name: doc_predictor}"}, "declares the field 'bonus' with alignment 'predictor'"),
+        *(({"sft__loss": f"{{name: doc_{name}}}"}, f"declares the field '{name}', a name that") for name in TAKEN),
     ):
         given = own_run("sft", tmp_path, path, **more)
         with pytest.raises(ValueError, match=message):

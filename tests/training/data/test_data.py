@@ -135,7 +135,7 @@ def test_a_missing_or_empty_file_is_named(tmp_path: Path) -> None:
 def test_rollouts_survive_the_way_through_a_file(tmp_path: Path) -> None:
     for value in ((1.0, None), (None, -0.5)):
         rollouts = [Rollout((1, 4, 5, 2), (-0.123456789012, -1.0), group, *value) for group in (3, 3, 4)]
-        rollouts.append(Rollout((1, 4, 5, 2), (-0.5, -1.0), 4, *value, 2, 7, (0, 3)))
+        rollouts.append(Rollout((1, 4, 5, 2), (-0.5, -1.0), 4, *value, 2, 7, (0, 3), sample_mask=0))
         write_rollouts(tmp_path / "new" / "rollouts.jsonl", rollouts)
         assert list(read("rollouts", tmp_path / "new" / "rollouts.jsonl")) == rollouts
 

@@ -13,7 +13,7 @@ import pytest
 from parallel_rl.testing.pool import WorldError, run_world
 from tests.servers.policy_server import Policy, answer
 from tests.servers.server import Server, serve
-from tests.training.helpers import LAYOUTS, assert_near, cut, run, train_rows
+from tests.training.helpers import LAYOUTS, assert_near, cut, run, screen_of_run, train_rows
 
 SMALL = {
     "model__hidden": 32,
@@ -275,7 +275,7 @@ def test_a_sample_that_fails_is_masked_and_counted(tmp_path: Path) -> None:
     def draws(number: int, body: dict) -> tuple[int, object]:
         found = answer(Policy(), body)
         assert isinstance(found, dict)
-        if body["seed"] % 16 == 3:
+        if body["seed"] % 16 == 3 or body["temperature"] == 0:
             found["choices"][0]["logprobs"]["token_logprobs"][-1] = -9999.0
         return 200, found
 
@@ -284,11 +284,23 @@ def test_a_sample_that_fails_is_masked_and_counted(tmp_path: Path) -> None:
 
     with serve(draws) as server, serve(scores) as judge:
         more = {"reward": judge.url, "rl__failed_samples": "{retries: 0, max_share: 0.9}", "rl__steps": 2}
-        one = train(tmp_path / "one", server, **more)
+        one = train(tmp_path / "one", server, **more, rl__record="true")
+        recording = "".join(path.read_text() for path in sorted((tmp_path / "one" / "rollouts").iterdir()))
+        masked = [json.loads(line).get("sample_mask") for line in recording.splitlines()]
+        assert len(masked) == 2 * SAMPLES and {*masked} == {None, 0}
+        (tmp_path / "recording.jsonl").write_text(recording)
+        replay = {"data__train": "null", "data__rollouts": tmp_path / "recording.jsonl", "rl__server": "null"}
+        for row, live in zip(train(tmp_path / "replay", server, **{**more, **replay}), one, strict=True):
+            del row["phase"]
+            kept = {name: value for name, value in row.items() if not name.startswith("samples_failed")}
+            assert kept == pytest.approx({name: live[name] for name in kept}, rel=1e-8, abs=1e-12)
         failed = {cause: [row[f"samples_failed/{cause}"] for row in one] for cause in ("logprobs", "reward")}
         assert sum(failed["logprobs"]) > 0 and sum(failed["reward"]) > 0
         for layout in ("TP 2", "DP 2"):
             assert_near(train(tmp_path / layout, server, layout, **more), one, where=layout)
+        greedy = {**more, "reward": "long_answers", "rl__steps": 1, "rl__advantages": "remax"}
+        [screen] = run_world(1, screen_of_run, arguments(tmp_path / "greedy", server, **greedy))
+        assert screen.count("warning: log-probs of a sample failed, which nothing reads here: completion server") == 1
         more["rl__failed_samples"] = "{retries: 1, max_share: 0.0}"
         with pytest.raises(WorldError, match=r"failed, more than failed_samples.max_share = 0") as caught:
             train(tmp_path / "strict", server, "DP 2", **more)

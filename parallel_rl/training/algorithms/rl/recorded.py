@@ -38,8 +38,9 @@ def recorded_experience(session: Session, config: RLConfig, at: TrainProgress) -
         masks=[record.mask for record in mine],
         dtype=engine.float_dtype,
     )
+    keep = torch.tensor([record.sample_mask != 0 for record in batch])
     groups, ids = [record.group for record in mine], [first + index for index in indices]
-    made = Experience.of(samples).with_fields(group_ids=_ids(groups), sample_ids=_ids(ids))
+    made = Experience.of(samples).with_fields(group_ids=_ids(groups), sample_ids=_ids(ids), sample_mask=keep[indices])
     if "run_ids" in config.recorded_fields:
         made = made.with_fields(run_ids=_ids([record.run or 0 for record in mine]))
     own = [record.own for record in mine]
@@ -50,7 +51,7 @@ def recorded_experience(session: Session, config: RLConfig, at: TrainProgress) -
         advantages = torch.tensor([float(record.advantage or 0.0) for record in mine], dtype=engine.float_dtype)
         return replace(made, advantages=made.token_mask * advantages[:, None]), None
     rewards = torch.tensor([float(record.reward or 0.0) for record in batch], dtype=torch.float64)
-    return replace(made, rewards=rewards[indices].to(engine.float_dtype)), float(rewards.mean())
+    return replace(made, rewards=rewards[indices].to(engine.float_dtype)), float(rewards[keep].mean())
 
 
 def _with_turns(made: Experience, records: Sequence[Rollout]) -> Experience:

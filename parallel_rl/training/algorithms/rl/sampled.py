@@ -20,6 +20,7 @@ from parallel_rl.training.data.examples import Prompt, Rollout, write_rollouts
 from parallel_rl.training.models.engine import Engine
 from parallel_rl.training.progress import TrainProgress
 from parallel_rl.training.rollouts.sampler import sample
+from parallel_rl.training.rollouts.sharing import Sharing
 from parallel_rl.training.session import Session
 
 
@@ -42,7 +43,7 @@ def sampled_experience(session: Session, config: RLConfig, at: TrainProgress) ->
     scored, first = ~drawn.rewards.isnan(), drawn.first_rewards
     made = replace(Experience.of(drawn.samples), rewards=drawn.rewards.nan_to_num(0.0), sample_mask=drawn.keep & scored)
     if config.record:
-        _record(engine, made.select(scored.nonzero()[:, 0]), at.step)
+        _record(engine, made, at.step)
     return made, mean_over_ranks(first[~first.isnan()], engine.groups.data, engine.device)
 
 
@@ -70,12 +71,15 @@ def _draw(session: Session, config: RLConfig, step: int, positions: Sequence[int
             session.failures.report("logprobs", fault)
         others |= {"staleness": config.policy_version(step) - versions, "servers": servers}
     samples, lost = without_failed_logprobs(samples)
+    if session.served is None and Sharing(engine).asks:
+        session.failures.report_logprobs("the trainer's sampler", lost, ids)
     rewards = completion_rewards(session, prompts, samples.responses()).to(engine.float_dtype)
     if "greedy_rewards" in config.advantages.needs:
         if session.served is None:
             greedy = sample(engine, tokens[::size], positions, seed, settings, greedy=True)
         else:
-            greedy = session.served.draw(tokens[::size], positions, seed, greedy=True)
+            greedy, *_, fault = session.served.draw(tokens[::size], positions, seed, greedy=True)
+            session.failures.report_unread(fault)
         of_greedy = completion_rewards(session, prompts[::size], greedy.responses())
         of_greedy = of_greedy.to(engine.float_dtype).repeat_interleave(size)
         rewards[of_greedy.isnan()] = torch.nan
@@ -96,8 +100,17 @@ def _record(engine: Engine, made: Experience, step: int) -> None:
     ends, starts = made.lengths.tolist(), (made.lengths - made.response_lengths).tolist()
     columns = [fields[name].tolist() for name in ("input_ids", "generation_logprobs", "group_ids", "rewards")]
     columns.append(fields["staleness"].tolist() if "staleness" in fields else [None] * len(made))
+    columns.append([None if kept else 0 for kept in fields["sample_mask"].tolist()])
     rollouts = [
-        Rollout(tuple(tokens[:end]), tuple(round(x, 12) for x in logprobs[start:end]), group, reward, None, staleness)
-        for start, end, tokens, logprobs, group, reward, staleness in zip(starts, ends, *columns, strict=True)
+        Rollout(
+            tuple(tokens[:end]),
+            tuple(round(x, 12) for x in logprobs[start:end]),
+            group,
+            reward,
+            None,
+            staleness,
+            sample_mask=keep,
+        )
+        for start, end, tokens, logprobs, group, reward, staleness, keep in zip(starts, ends, *columns, strict=True)
     ]
     write_rollouts(Path(engine.config.run.dir) / "rollouts" / f"step_{step + 1:06d}_{where.dp_rank}.jsonl", rollouts)
