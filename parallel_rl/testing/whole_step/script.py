@@ -21,7 +21,7 @@ from megatron.core.utils import get_model_config
 from torch import Tensor
 
 from parallel_rl.groups import current_device
-from parallel_rl.megatron import ModelInput, packed_input, padded_input, unwrap
+from parallel_rl.megatron import packed_input, padded_input, unwrap
 from parallel_rl.megatron.forward_only import is_last_stage
 from parallel_rl.megatron.model_input import packed_bounds
 from parallel_rl.testing.whole_step.layouts import ROWS, WIDTH, StepLayout
@@ -123,12 +123,14 @@ def _forward_step(
     batch = next(data_iterator)
     device = current_device()
     tokens, labels, mask = (batch[name].to(device) for name in ("tokens", "labels", "loss_mask"))
-    make: Callable[[Tensor], ModelInput] = padded_input
     if packed:
         bounds = packed_bounds(batch["lengths"], total=packed_width(len(tokens)))
-        make = partial(packed_input, cu_seqlens=bounds[0], cu_seqlens_padded=bounds[1])
-    placed = make(tokens)
-    local_labels, local_mask = make(labels).tokens, make(mask).tokens
+        placed = packed_input(tokens, *bounds)
+    else:
+        placed = padded_input(tokens)
+    local_labels, local_mask = (
+        placed.layout.shard(field, shift=False).view(placed.tokens.shape) for field in (labels, mask)
+    )
     more: dict[str, object] = {"packed_seq_params": placed.packed} if packed else {}
     config = unwrap(model).config
     if config.mtp_num_layers and "loss_mask" in inspect.signature(unwrap(model).forward).parameters:
