@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.nn import Parameter
@@ -138,7 +139,12 @@ def run_truth(
 
 
 def join(layout: StepLayout, timeout: float) -> None:
-    """Make Megatron's groups of a layout the present ones."""
+    """Make Megatron's groups of a layout the present ones, and forget the routers' losses of models with other layers."""
+    logged: object = getattr(
+        moe_utils, "get_moe_layer_wise_logging_tracker", dict
+    )()  # Megatron sizes it by the first model
+    if isinstance(logged, dict):
+        logged.clear()
     initialize(
         layout.tp, layout.cp, layout.pp, ep=layout.ep, etp=layout.etp, timeout=timeout,
         virtual_pp=layout.vp if layout.vp > 1 else None,
