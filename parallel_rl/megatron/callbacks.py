@@ -26,16 +26,17 @@ if TYPE_CHECKING:
 
     from parallel_rl.statistics import Statistics
 
-#: by id, since a config has no hash; the chunks of one model may have a config each, and share a step
-_of_configs: dict[object, StepOfCallbacks] = {}
+_of_configs: dict[int, StepOfCallbacks] = {}  # by id: a config has no hash
 
 
 def callbacks_of(config: TransformerConfig) -> StepOfCallbacks:
-    """Return the current step of the model with this config."""
-    chunks = config.virtual_pipeline_model_parallel_size or 1
-    key: object = id(config) if chunks == 1 else (chunks, config.num_layers, config.hidden_size)
+    """Return the current step of the model with this config; the chunks of one model may have a config each."""
+    key = id(config)
     if key not in _of_configs:
-        _of_configs[key] = StepOfCallbacks(config)
+        newest = next(reversed(_of_configs.values()), None)
+        step = newest if newest is not None and newest.lacks(config) else StepOfCallbacks(config)
+        step.configs += 1
+        _of_configs[key] = step
         weakref.finalize(config, _of_configs.pop, key, None)
     return _of_configs[key]
 
@@ -49,6 +50,8 @@ class StepOfCallbacks:
 
     def __init__(self, config: TransformerConfig) -> None:
         self.chunks: int = config.virtual_pipeline_model_parallel_size or 1
+        self.configs = 0  # of its chunks, as far as they were seen
+        self.sizes = self.chunks, config.num_layers, config.hidden_size
         self.shares_experts = bool(config.num_moe_experts) and config.expert_model_parallel_size > 1
         self.steps = 0
         self.made = 0  # callbacks of the current step
@@ -56,6 +59,11 @@ class StepOfCallbacks:
         self.data: list[Mapping[str, Tensor]] = []
         self.fault: ValueError | None = None
         self.finalizing: Finalizing | None = None
+
+    def lacks(self, config: TransformerConfig) -> bool:
+        """Return whether a config that is met within the first step may be that of another chunk of the model."""
+        sizes = config.virtual_pipeline_model_parallel_size or 1, config.num_layers, config.hidden_size
+        return self.made > 0 and self.steps == 0 and self.configs < self.chunks and self.sizes == sizes
 
     def add(
         self,

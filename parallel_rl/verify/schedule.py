@@ -166,7 +166,7 @@ def _places(piece: Piece, width: int) -> Tensor:
 
 
 def _micro_batch(piece: Piece, data: Mapping[str, Tensor], context: Context) -> MicroBatch:
-    ids = data["input_ids"]
+    ids = data["input_ids"].clamp(min=0)  # wild ids stand where no loss is carried; the model looks places up, not ids
     if piece.tree is not None:
         packed, made = None, tree_input(piece.tree, context, ids.device)
     elif piece.cu_seqlens is None:
