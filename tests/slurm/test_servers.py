@@ -17,7 +17,7 @@ from tests.slurm.runs import alone, arguments, checked, curve, last_line, submit
 pytestmark = pytest.mark.slurm
 WAIT = 200.0  # seconds, for a busy machine
 STEPS = 16
-SERVER = r"tests\.experience\.engine_server"
+SERVER = r"tests\.servers\.engine_server"
 LLAMA = {"model__position": "rope", "model__gated": "true", "model__heads": 2}
 
 
