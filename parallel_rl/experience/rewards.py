@@ -175,10 +175,7 @@ class _Checked:
         answers: Sequence[object],
         extras: Sequence[Extra] | None = None,
     ) -> Tensor:
-        scored = self.score(prompts, completions, answers, extras)
-        if scored.faults:
-            raise scored.faults[min(scored.faults)]
-        return scored.rewards
+        return self.score(prompts, completions, answers, extras).checked()
 
     def score(
         self,

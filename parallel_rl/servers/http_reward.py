@@ -42,6 +42,12 @@ class Scored(NamedTuple):
     rewards: Tensor
     faults: Mapping[int, Exception]
 
+    def checked(self) -> Tensor:
+        """Return the rewards, or raise the error of the first sample that failed."""
+        if self.faults:
+            raise self.faults[min(self.faults)]
+        return self.rewards
+
 
 class RewardServerError(ServerError):
     """A reward server failed; the message names its URL, the attempt and the answer."""
@@ -99,10 +105,7 @@ class HTTPReward:
         extras: Sequence[Mapping[str, object]] | None = None,
     ) -> Tensor:
         """Score N samples, [N]; ValueError for unequal lists, RewardServerError for a wrong answer."""
-        scored = self.score(prompts, completions, answers, extras)
-        if scored.faults:
-            raise scored.faults[min(scored.faults)]
-        return scored.rewards
+        return self.score(prompts, completions, answers, extras).checked()
 
     def score(
         self,
