@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 from parallel_rl.agreement import describe
 from parallel_rl.losses.core.base import LossFn
 from parallel_rl.testing.batches import POISON, carries_loss, poisoned
-from parallel_rl.testing.cases import Batch, Expected, Subject, Trial, alone, expected
+from parallel_rl.testing.cases import Batch, Expected, Subject, Trial, alone, empty_rows_on_purpose, expected
 from parallel_rl.testing.claims import false_claims
 from parallel_rl.testing.observe import relative
 
@@ -46,6 +46,7 @@ class Alone(NamedTuple):
     claims: tuple[str, ...] = ()
 
 
+@empty_rows_on_purpose()
 def check_alone(rank: int, case: Subject, batch: Batch) -> Alone:
     """Run all checks that need one process only."""
     try:

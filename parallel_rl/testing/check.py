@@ -15,7 +15,7 @@ from parallel_rl.losses.core.base import LossFn
 from parallel_rl.testing import faults
 from parallel_rl.testing.alone import Alone, trial_of
 from parallel_rl.testing.batches import make_batch, with_fields, with_shared_prefixes
-from parallel_rl.testing.cases import Batch, Case, Expected, Subject, Trial, dense_error
+from parallel_rl.testing.cases import Batch, Case, Expected, Subject, Trial, dense_error, empty_rows_on_purpose
 from parallel_rl.testing.compare import errors
 from parallel_rl.testing.diagnosis import Finding, of_layouts, of_one_process, without_consequences
 from parallel_rl.testing.layouts import Layout, default_layouts
@@ -89,6 +89,7 @@ def check_law(
     return check_subject(subject, of_world, PoolRunner(limits.timeout), limits, reference)
 
 
+@empty_rows_on_purpose()
 def check_subject(
     subject: Subject,
     of_world: Mapping[int, Sequence[Layout]],

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from parallel_rl.agreement import describe
-from parallel_rl.testing.cases import Trial, reduced_numbers
+from parallel_rl.testing.cases import Trial, empty_rows_on_purpose, reduced_numbers
 from parallel_rl.testing.layouts import Layout, Piece, Rank, make_groups
 from parallel_rl.testing.step import cut_step
 
@@ -95,6 +95,7 @@ def check_world(
     return outcomes
 
 
+@empty_rows_on_purpose()
 def attempt(layout: Layout, trial: Trial, rank: Rank, dtype: torch.dtype, run: RunLayout = run_layout) -> Outcome:
     """`run`, with an error as the outcome; afterwards all ranks know that each came out of it.
 

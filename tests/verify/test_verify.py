@@ -126,6 +126,7 @@ def test_inside_torchrun(loss: str, status: int, through: str) -> None:
     """The job's own ranks and groups, or Megatron's; every rank exits alike, and not before the report is out."""
     done = _in_torchrun("--loss", loss, "--layouts", "cp=2", "tp=1", "--through", through)
     assert (done.returncode != 0) == bool(status), done.stderr
+    assert "no valid token" not in done.stderr  # its own batches have empty rows on purpose
     assert ("gradient averaged over context ranks" in done.stdout) == bool(status)
 
 
