@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -202,9 +203,24 @@ def forward_logits(model: torch.nn.Module, batch: ModelInput, *, mtp: bool = Fal
     if batch.tree is not None:
         check_tree_model([unwrap(model)], trains_heads=mtp)
         positions = positions_by_depth(unwrap(model), batch.positions[0], batch.tree)
-    with heads_running(unwrap(model), mtp), positions:
+    with heads_running(unwrap(model), mtp), positions, _embedding_with_gradient(unwrap(model)):
         out: Tensor = model(batch.tokens, batch.positions, None, packed_seq_params=batch.packed, **options)
     return out
+
+
+@contextmanager
+def _embedding_with_gradient(model: torch.nn.Module) -> Iterator[None]:
+    """Give the output of a frozen embedding a gradient, without which Megatron's recomputation drops those behind it."""
+    embedding = getattr(model, "embedding", None)  # of the first stage
+    recomputes = get_model_config(model).recompute_granularity is not None and torch.is_grad_enabled()
+    if embedding is None or not recomputes or any(weight.requires_grad for weight in embedding.parameters()):
+        yield
+        return
+    hook = embedding.register_forward_hook(lambda module, args, out: out.requires_grad_())
+    try:
+        yield
+    finally:
+        hook.remove()
 
 
 def _local(input_ids: Tensor, layout: SequenceLayout) -> tuple[Tensor, Tensor]:
