@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from megatron.core import parallel_state
+from torch import Tensor
 
 from parallel_rl.agreement import communication_device, raise_on_all_ranks
 from parallel_rl.counts import check_masks, own_counts
@@ -18,10 +19,10 @@ from parallel_rl.labels import with_labels
 from parallel_rl.losses.core.call import LossFunction
 from parallel_rl.megatron.finalizing import Finalizing
 from parallel_rl.megatron.loop_checks import fact_of_validation, facts_of_loss, is_checked, warn
+from parallel_rl.metrics import Metrics
 
 if TYPE_CHECKING:
     from megatron.core.transformer.transformer_config import TransformerConfig
-    from torch import Tensor
     from torch.distributed import ProcessGroup
 
     from parallel_rl.statistics import Statistics
@@ -41,11 +42,24 @@ def callbacks_of(config: TransformerConfig) -> StepOfCallbacks:
     return _of_configs[key]
 
 
+def postponed(
+    loss: Callable[[Tensor], tuple[Tensor, Metrics]], postpone: Callable[[ValueError], bool], output: Tensor
+) -> tuple[Tensor, Metrics]:
+    """Run the loss of a micro-batch; give an error that only the last stage would raise to `postpone`, and return zero."""
+    try:
+        return loss(output)
+    except ValueError as error:
+        if not isinstance(output, torch.Tensor) or not postpone(error):
+            raise
+        return output.sum() * 0, Metrics({})
+
+
 class StepOfCallbacks:
     """One optimizer step, up to the callback of the last micro-batch on this rank's last model chunk.
 
-    A pipeline stage that raised at once would leave the next one waiting for its output. So a stage raises once as many
-    micro-batches have begun as stages follow, itself included; then every stage raises.
+    A pipeline stage that raised at once would leave the others waiting. So a stage raises a fault of the first micro-batch
+    once as many micro-batches have begun as stages follow, itself included. Other faults of a micro-batch are raised before
+    gradients are finalized, when all stages have run the step.
     """
 
     def __init__(self, config: TransformerConfig) -> None:
@@ -59,6 +73,7 @@ class StepOfCallbacks:
         self.data: list[Mapping[str, Tensor]] = []
         self.fault: ValueError | None = None
         self.finalizing: Finalizing | None = None
+        self.ending: TransformerConfig | None = None  # of a pipeline whose schedule finalizes gradients
 
     def lacks(self, config: TransformerConfig) -> bool:
         """Return whether a config that is met within the first step may be that of another chunk of the model."""
@@ -96,10 +111,15 @@ class StepOfCallbacks:
         looks = self.made == 0 and self.steps > 0 and is_checked(self.steps)
         checked = is_checked(self.steps) and groups == ParallelGroups.from_megatron()
         first, last = self.made == 0, self.made + 1 >= num_microbatches * self.chunks
+        stages = parallel_state.get_pipeline_model_parallel_world_size()
         self.made += 1
+        if first:
+            finalizes = ddp and stages > 1 and config.finalize_model_grads_func is not None
+            self.ending = config if finalizes else None
         if first and self.finalizing is not None:
             self.finalizing.end()
             self.finalizing = None
+        fault: ValueError | None = None
         try:
             if first and (checked or self.steps == 0):
                 same = {**facts_of_loss(loss_fn, head), **fact_of_validation()}
@@ -113,18 +133,24 @@ class StepOfCallbacks:
             else:
                 check(False)
         except ValueError as error:
-            self.fault = self.fault or error
-        stages = parallel_state.get_pipeline_model_parallel_world_size()
+            fault = error
+        if first and checked and ddp:
+            self.finalizing = Finalizing(config, first=self.steps == 0)
+        if fault is not None:
+            every_stage_begins = first and self.chunks == 1 and num_microbatches >= stages
+            if every_stage_begins or not self.postpone(fault):
+                self.fault = self.fault or fault
         following = stages - parallel_state.get_pipeline_model_parallel_rank()
         if self.fault is not None and (self.chunks > 1 or self.made >= following or last):
             fault = self.fault
             self._forget()
+            if self.finalizing is not None:
+                self.finalizing.end()
+                self.finalizing = None
             raise fault
-        if first and checked and ddp:
-            self.finalizing = Finalizing(config, first=self.steps == 0)
         if self.finalizing is not None:
             self.finalizing.add(data, last)
-        if checked and self.fault is None and data is not None:
+        if checked and self.fault is None and isinstance(data, Mapping):
             self._count(data)
             self.data.append(data)
         if last:
@@ -139,17 +165,28 @@ class StepOfCallbacks:
                 except ValueError as error:
                     if stages == 1:
                         raise
-                    # the other stages still work on this step: each raises in its next one
-                    warn(str(error))
-                    self.fault = error
+                    if not self.postpone(
+                        error
+                    ):  # the other stages still work on this step: each raises in its next one
+                        warn(str(error))
+                        self.fault = error
         return looks
+
+    def postpone(self, fault: ValueError) -> bool:
+        """Leave a fault to the end of the step; return False if nothing finalizes its gradients."""
+        if self.ending is None:
+            return False
+        if self.finalizing is None:
+            self.finalizing = Finalizing(self.ending, first=False, compares=False)
+        self.finalizing.fault = self.finalizing.fault or fault
+        return True
 
     def _forget(self) -> None:
         self.made, self.sums, self.fault, self.data = 0, None, None, []
 
     def _count(self, data: Mapping[str, Tensor]) -> None:
-        data = with_labels(data)
         with contextlib.suppress(ValueError):  # a user's function may read other data
+            data = with_labels(data)
             check_masks(data)
             counts = torch.stack(own_counts(data))
             self.sums = counts if self.sums is None else self.sums + counts

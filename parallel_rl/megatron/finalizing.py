@@ -29,8 +29,9 @@ class Finalizing:
     The schedule calls it on all ranks with the chunks of the model, which a callback does not see.
     """
 
-    def __init__(self, config: TransformerConfig, *, first: bool) -> None:
-        self.config, self.first, self.complete = config, first, False
+    def __init__(self, config: TransformerConfig, *, first: bool, compares: bool = True) -> None:
+        self.config, self.first, self.compares, self.complete = config, first, compares, False
+        self.fault: ValueError | None = None  # of a micro-batch, which the end of the step raises
         self.inner = config.finalize_model_grads_func
         self.rows: int | None = 0  # a checksum of this stage's data, if it has any
         config.finalize_model_grads_func = self
@@ -38,7 +39,7 @@ class Finalizing:
     def add(self, data: Mapping[str, Tensor] | None, last: bool) -> None:
         """Add the data of a callback."""
         self.complete = last
-        if data is None or self.rows is None:
+        if not isinstance(data, Mapping) or self.rows is None:
             self.rows = None
         else:
             self.rows = zlib.crc32(Replicated([data], ROWS).checksum().to_bytes(4, "big"), self.rows)
@@ -60,9 +61,11 @@ class Finalizing:
         """Finalize once the ranks agree in the model.
 
         Raises:
-            ValueError: on all ranks, see `_check`.
+            ValueError: the fault of a micro-batch; faults that `_check` finds. On all ranks if it `compares`.
         """
         self.config.finalize_model_grads_func = self.inner
+        if self.fault is not None and not self.compares:
+            raise self.fault
         self._check(models, num_tokens)
         result = self.inner(models, num_tokens, *args, **kwargs)
         remember_gradients(models)
@@ -75,6 +78,8 @@ class Finalizing:
         of_stages = gathered_rows(self.rows, pipeline)
 
         def check() -> None:
+            if self.fault is not None:
+                raise self.fault
             check_scaling_of_wrappers(models, config)
             tokens = 0 if num_tokens is None or has_auxiliary_loss(config) else int(num_tokens)
             if tokens:

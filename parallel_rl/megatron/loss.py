@@ -18,7 +18,7 @@ from parallel_rl.losses.core.checks import check_counts, check_statistics
 from parallel_rl.losses.nll import NLLLoss
 from parallel_rl.megatron.arguments import refuse_name_and_class
 from parallel_rl.megatron.auxiliary import RoutedTokens, check_auxiliary_losses, has_auxiliary_loss
-from parallel_rl.megatron.callbacks import callbacks_of
+from parallel_rl.megatron.callbacks import callbacks_of, postponed
 from parallel_rl.megatron.cpu import plain_torch
 from parallel_rl.megatron.forward_only import is_last_stage
 from parallel_rl.megatron.loop_checks import is_checked, warn, warn_of_factor, warn_of_left_gradient, watch_optimizers
@@ -80,8 +80,8 @@ def megatron_loss_func(
     micro-batches under expert parallelism, and compare the counts with the step's data; the host waits for this. In backward
     they warn of a gradient scaled around the callback. Before gradients are finalized they compare weights, wrapper and the
     rows of all stages on all ranks: until then `config.finalize_model_grads_func` is a function around yours. Pipeline stages
-    raise a fault once as many micro-batches have begun as stages follow; wrong counts warn, and raise in the next step. Under
-    `torch.no_grad()` only the call itself is checked.
+    raise a fault of the first micro-batch once as many have begun as stages follow, and any other before gradients are
+    finalized. Under `torch.no_grad()` only the call itself is checked.
 
     Before each step call `model.zero_grad_buffer()` and `optimizer.zero_grad()`: DDP adds what is left in `grad` to the next
     gradient. The second and third step warn of it.
@@ -187,7 +187,12 @@ def megatron_loss_func(
         return add_mtp_loss((loss, metrics), mtp_loss, call, heads, config.mtp_loss_scaling_factor)
 
     scaled = scaled_loss_func(
-        share, config=config, num_microbatches=num_microbatches, ddp=ddp, groups=where, routed=routed
+        partial(postponed, share, callbacks_of(config).postpone) if trains else share,
+        config=config,
+        num_microbatches=num_microbatches,
+        ddp=ddp,
+        groups=where,
+        routed=routed,
     )
 
     calls = iter(range(2))

@@ -29,6 +29,7 @@ from parallel_rl.megatron.auxiliary import (
     without_auxiliary_losses,
 )
 from parallel_rl.megatron.balance import RouterBalance, needs_balance
+from parallel_rl.megatron.callbacks import postponed
 from parallel_rl.megatron.context import context_group
 from parallel_rl.megatron.forward_only import broadcast_from_last_stage, forward_only, is_last_stage
 from parallel_rl.megatron.grads import sum_gradients
@@ -166,6 +167,13 @@ def forward_backward(
         with balance.counting():
             _pass(partial(forward, mtp=mtp_loss is not None), models, prepared, lambda *_: None)
 
+    faults: list[ValueError] = []
+    stages = parallel_state.get_pipeline_model_parallel_world_size()
+
+    def postpone(fault: ValueError) -> bool:
+        faults.append(fault)
+        return stages > 1
+
     def share(output: Tensor, batch: MicroBatch) -> tuple[Tensor, Metrics]:
         if mtp_loss is None:
             return loss_fn.run(_call(output, batch, counts, head, groups, statistics))
@@ -184,7 +192,7 @@ def forward_backward(
     def step(queue: Queue, model: torch.nn.Module) -> tuple[Tensor, Callable[[Tensor], object]]:
         batch, routed_tokens = next(queue)
         loss_func = scaled_loss_func(
-            lambda output: share(output, batch),
+            partial(postponed, lambda output: share(output, batch), postpone),
             config=config,
             num_microbatches=len(prepared),
             ddp=ddp,
@@ -212,7 +220,7 @@ def forward_backward(
     elif is_checked(steps_of(models) - 1):
         remember_gradients(models)
     metrics = [report["metrics"] for report in reports]
-    reduced = _reduced(metrics if batches else [], groups)
+    reduced = _reduced(metrics if batches else [], groups, faults)
     return StepReport({**reduced, "empty_rows": empty_rows.double()}, counts)
 
 
@@ -281,16 +289,17 @@ def _call(
     return replace(call, packed_sequences=batch.packed, tree=batch.input.tree, may_wait=True)
 
 
-def _reduced(of_batches: Sequence[Metrics], groups: ParallelGroups) -> dict[str, Tensor]:
-    """Return the last stage's metrics, or raise its fault, on every stage."""
+def _reduced(of_batches: Sequence[Metrics], groups: ParallelGroups, faults: Sequence[ValueError]) -> dict[str, Tensor]:
+    """Return the last stage's metrics, or raise its first fault, on every stage."""
     metrics: dict[str, Tensor] = {}
     fault: ValueError | None = None
     if is_last_stage():
         try:
-            metrics = reduce_metrics(of_batches, groups)
+            metrics = reduce_metrics([] if faults else of_batches, groups)
         except ValueError as error:
             cure = f"batches is empty on this data rank, and {error}; give the step a micro-batch on one data rank"
             fault = error if of_batches else ValueError(cure)
+        fault = faults[0] if faults else fault
     if parallel_state.get_pipeline_model_parallel_world_size() > 1:
         common: list[object] = [list(metrics), fault]
         source = parallel_state.get_pipeline_model_parallel_last_rank()

@@ -23,6 +23,7 @@ pytest.importorskip("megatron.core")
 preload("parallel_rl.megatron")
 
 Batches = Sequence[dict[str, Tensor]]
+NLL = partial(make_loss, Case())
 
 
 def _mine(parts: int = 4) -> Batches:
@@ -91,13 +92,35 @@ def _counts(group: str) -> None:
 
 
 def _wrong_counts_over_stages() -> None:
-    """Warned of in the first step, which other stages still work on, and raised in the second."""
     from parallel_rl import count_valid
 
-    model, batches = _wrapped(Case(pp=2)), _mine()
-    with pytest.warns(UserWarning, match="of this step hold"):
-        _own(model, make_loss(Case()), batches, count_valid([*batches, *batches]))
-    _own(model, make_loss(Case()), batches)
+    batches = _mine()
+    _own(_wrapped(Case(pp=2)), make_loss(Case()), batches, count_valid([*batches, *batches]))
+
+
+def _fault_in(place: int, batches: Batches) -> Batches:
+    """The micro-batch at `place` lacks a field."""
+    lacking = {name: field for name, field in batches[place].items() if name != "prev_logprobs"}
+    return [lacking if i == place % len(batches) else data for i, data in enumerate(batches)]
+
+
+def _later_fault(place: int, parts: int = 4, steps: int = 1) -> None:
+    """On two stages; `steps` right ones come first, after three of which no stage exchanges its faults."""
+    model, loss_fn, batches = _wrapped(Case(pp=2)), _pg(), _mine(parts)
+    for _ in range(steps - 1):
+        _own(model, loss_fn, batches)
+    _own(model, loss_fn, _fault_in(place, batches))
+
+
+def _narrow(own: bool) -> None:
+    """A vocabulary beyond the model's, which only the last stage sees."""
+    (_own if own else _step_of)(_wrapped(Case(pp=2)), NLLLoss(vocab_size=9 * VOCAB), _mine())
+
+
+def _step_of(model: torch.nn.Module, loss_fn: Any, batches: Batches) -> None:
+    import parallel_rl.megatron as M
+
+    M.forward_backward(model, loss_fn, batches)
 
 
 def _one_less() -> None:
@@ -315,7 +338,7 @@ def _accumulated_by_hand() -> None:
         _own(model, NLL(), batches)
 
 
-def _chunks_with_configs(overlap: bool) -> None:
+def _chunks_with_configs(overlap: bool, loss: Callable[[], Any] = NLL, steps: Sequence[Batches] = ()) -> None:
     """Megatron-LM's model_provider makes a config for each chunk; steps hold other rows."""
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
@@ -325,13 +348,13 @@ def _chunks_with_configs(overlap: bool) -> None:
     models = [M.wrap_model(make_model(Case(pp=2, chunks=2), chunk=i)) for i in range(2)]
     for model in models:
         model.config.overlap_p2p_comm = overlap
-    for batches in (_mine(), [*_mine()[2:], *_mine()[2:]], _mine()[:2]):
+    for batches in steps or (_mine(), [*_mine()[2:], *_mine()[2:]], _mine()[:2]):
         counts = count_valid(batches, ParallelGroups.from_megatron().data)
 
         def step(queue: Any, model: Any, counts: Any = counts, number: int = len(batches)) -> Any:
             data = next(queue)
             config = M.unwrap(model).config
-            loss_func = M.megatron_loss_func(NLL(), data, *counts, config=config, num_microbatches=number)
+            loss_func = M.megatron_loss_func(loss(), data, *counts, config=config, num_microbatches=number)
             return M.forward_logits(model, M.padded_input(data["input_ids"])), loss_func
 
         for model in models:
@@ -414,7 +437,6 @@ def _mode_by_rank() -> None:
 
 DROPS = {"attention_dropout": 0.1, "hidden_dropout": 0.1}
 HALF: dict[str, object] = {"fp16": True}
-NLL = partial(make_loss, Case())
 STEP_HOLDS = "micro-batches of this step hold"
 # name: layout, the slip, what an error on every rank says
 REFUSED: dict[str, tuple[dict[str, int], Callable[[], object], str]] = {
@@ -423,6 +445,17 @@ REFUSED: dict[str, tuple[dict[str, int], Callable[[], object], str]] = {
     "counts without a group": ({}, lambda: _counts("none"), STEP_HOLDS),
     "counts of one micro-batch": ({"tp": 2}, lambda: _counts("micro-batch"), STEP_HOLDS),
     "counts over stages": ({"pp": 2}, _wrong_counts_over_stages, STEP_HOLDS),
+    "a fault of the second micro-batch over stages": ({"pp": 2}, lambda: _later_fault(1), "'prev_logprobs'"),
+    "a fault of the last micro-batch over stages": ({"pp": 2}, lambda: _later_fault(-1), "'prev_logprobs'"),
+    "a fault of the only micro-batch over stages": ({"pp": 2}, lambda: _later_fault(0, 1), "'prev_logprobs'"),
+    "a fault in the fourth step over stages": ({"pp": 2}, lambda: _later_fault(-1, steps=4), "'prev_logprobs'"),
+    "a fault over chunks": (
+        {"pp": 2, "virtual_pp": 2},
+        lambda: _chunks_with_configs(True, _pg, [_lacking("prev_logprobs")]),
+        "data lacks the field 'prev_logprobs'",
+    ),
+    "a vocabulary that is too wide over stages": ({"pp": 2}, lambda: _narrow(True), "vocab_size"),
+    "a vocabulary that is too wide over stages of a step": ({"pp": 2}, lambda: _narrow(False), "vocab_size"),
     "too few num_microbatches": (
         {},
         lambda: _own(_wrapped(), NLL(), _mine(), num_microbatches=1),
