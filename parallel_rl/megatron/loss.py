@@ -23,7 +23,14 @@ from parallel_rl.megatron.cpu import plain_torch
 from parallel_rl.megatron.forward_only import is_last_stage
 from parallel_rl.megatron.loop_checks import is_checked, warn, warn_of_factor, warn_of_left_gradient, watch_optimizers
 from parallel_rl.megatron.mtp import add_mtp_loss, split_heads
-from parallel_rl.megatron.row_checks import check_ids, warn_of_cut, warn_of_padding, warn_of_precision, warn_of_prompts
+from parallel_rl.megatron.row_checks import (
+    check_ids,
+    warn_of_cut,
+    warn_of_padding,
+    warn_of_precision,
+    warn_of_prompts,
+    warn_of_shifted_mask,
+)
 from parallel_rl.megatron.settings import check_finalizing, check_heads, check_settings, check_sizes
 from parallel_rl.metrics import Metrics
 from parallel_rl.packing import SequencePackingLossWrapper
@@ -147,6 +154,7 @@ def megatron_loss_func(
                     check_ids(data, None, whole)
             if first and dist.get_rank() == 0:
                 warn_of_prompts([labelled], whole.requirements)
+                warn_of_shifted_mask([labelled], whole.requirements)
                 warn_of_precision([labelled], whole.requirements)
 
     checked = trains and is_checked(callbacks_of(config).steps)

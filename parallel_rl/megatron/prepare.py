@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -40,7 +41,9 @@ from parallel_rl.megatron.row_checks import (
     warn_of_padding,
     warn_of_precision,
     warn_of_prompts,
+    warn_of_repeats,
     warn_of_same_rows,
+    warn_of_shifted_mask,
 )
 from parallel_rl.megatron.settings import check_model, check_rows
 from parallel_rl.megatron.tree_model import check_tree_model
@@ -89,10 +92,13 @@ def prepare(
     gathered = not any(getattr(model, "overlap_param_gather_enabled", False) for model in models)
     weights = facts_of_weights([] if fault else models) if first or (checked and gathered) else {}
     same |= loss | (weights if alone else {})
+    replicas: dict[str, int] = {}  # alike on the tensor ranks of one stage
     if first:
         same |= fact_of_validation()
-        if parallel_state.get_pipeline_model_parallel_world_size() == 1:
-            same |= facts_of_replicas([] if fault else models)
+        replicas = facts_of_replicas([] if fault else models)
+    if parallel_state.get_pipeline_model_parallel_world_size() == 1:
+        same |= replicas
+        replicas = {}
 
     def check() -> list[MicroBatch]:
         if fault is not None:
@@ -125,6 +131,8 @@ def prepare(
         check_rows(models, shapes, packed=any(batch.packed for batch in prepared))
         if first and dist.get_rank() == 0:  # where warnings are errors, rank 0 alone would raise after the agreement
             warn_of_prompts(data, loss_fn.requirements)
+            warn_of_shifted_mask(data, loss_fn.requirements)
+            warn_of_repeats(data)
             warn_of_precision(data, loss_fn.requirements)
             if columns is not None and loss_fn.requirements.reads != "scalar":
                 warn_of_padding(loss_fn, columns, groups.tp_size, getattr(unwrap(models[0]), "true_vocab_size", None))
@@ -141,9 +149,12 @@ def prepare(
     read = (*loss_fn.requirements.fields, *loss_fn.requirements.optional)
     names = ("input_ids", "token_mask", "sample_mask", *(field.name for field in read if field.per != "local"))
     alike = Replicated(data, names, whole=("input_ids",), advice=_ADVICE)
+    health: Callable[[], list[MicroBatch]] = check
+    if replicas:
+        health = partial(raise_on_all_ranks, check, [groups.tensor], same=replicas)
     # First within what holds the same rows, then over the ranks with other rows, which agree in nothing but their health.
     prepared = raise_on_all_ranks(
-        lambda: raise_on_all_ranks(check, layout, looks, same, alike=alike),
+        lambda: raise_on_all_ranks(health, layout, looks, same, alike=alike),
         [groups.data if groups.dp_size == 1 else groups.data_context or groups.data],
         None if sharing else looks,
         sharing,

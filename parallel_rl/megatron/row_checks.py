@@ -105,6 +105,49 @@ def warn_of_prompts(batches: Sequence[Mapping[str, object]], needs: Requirements
         )
 
 
+def warn_of_shifted_mask(batches: Sequence[Mapping[str, object]], needs: Requirements) -> None:
+    """Warn of a token_mask one place beside recorded log-probs, if those are 0 outside of responses."""
+    for name in (name for name in needs.names if name.endswith("logprobs")):
+        edges = [_edges(data, data[name]) for data in batches if name in data]
+        if not edges or any(edge is None for edge in edges):
+            continue
+        before, first, last, after = torch.cat([edge for edge in edges if edge is not None], 1)
+        for place, inside, outside in (("left", first, after), ("right", last, before)):
+            if len(inside) >= _SOME_ROWS and not bool(inside.any()) and bool(outside.all()):
+                warn(
+                    f"token_mask lies one place to the {place} of {name}: in every row of the first step {name} is 0 at one "
+                    "end of the valid tokens and not 0 behind the other. Column t of both belongs to token t"
+                )
+                return
+
+
+def _edges(data: Mapping[str, object], field: object) -> Tensor | None:
+    """Return a field before, at the first, at the last and after the last valid token of each row: [4, rows]."""
+    mask = data.get("token_mask")
+    if not (
+        isinstance(mask, torch.Tensor) and isinstance(field, torch.Tensor) and checks_values(field) and mask.dim() == 2
+    ):
+        return None
+    if field.shape != mask.shape:
+        return None
+    valid = mask.bool().clone()
+    valid[:, 0] = False  # never scored
+    rows = valid.any(1)
+    valid, field = valid[rows].int(), torch.nn.functional.pad(field[rows], (0, 1))  # 0 behind the row
+    first, last = valid.argmax(1), valid.shape[1] - 1 - valid.flip(1).argmax(1)
+    return torch.stack([field.gather(1, at.clamp(min=0)[:, None])[:, 0] for at in (first - 1, first, last, last + 1)])
+
+
+def warn_of_repeats(batches: Sequence[Mapping[str, object]]) -> None:
+    """Warn of a step whose micro-batches are one object, such as `[data] * M`."""
+    rows = [data.get("input_ids") for data in batches]
+    if len(rows) > 1 and rows[0] is not None and all(one is rows[0] for one in rows):
+        warn(
+            f"all {len(rows)} micro-batches of the first step are the same tensor of input_ids; give each its own rows, "
+            "since a repeated one only costs time"
+        )
+
+
 def warn_of_precision(batches: Sequence[Mapping[str, object]], needs: Requirements) -> None:
     """Warn of recorded log-probs of 16 bits, for the first field that has them."""
     for name in (name for name in needs.names if name.endswith("logprobs")):

@@ -419,6 +419,16 @@ def _short(own: bool) -> None:
         M.forward_backward(_wrapped(Case(pp=2)), NLL(), [M.packed_batch(data, lengths) for data in batches])
 
 
+def _moved_mask(own: bool, places: int) -> None:
+    """Recorded log-probs are 0 outside of responses of three tokens; the mask lies some places beside them."""
+    rows = {name: torch.cat([data[name] for data in _mine(2)]) for name in _mine()[0]}
+    mask = torch.zeros_like(rows["token_mask"])
+    mask[:, 3:6] = 1
+    rows |= {name: torch.where(mask.bool(), -0.5, 0.0) for name in ("prev_logprobs", "generation_logprobs")}
+    rows |= {"token_mask": mask.roll(places, 1), "sample_mask": torch.ones_like(rows["sample_mask"])}
+    (_own if own else _step_of)(_wrapped(Case(tp=2)), _pg(), [rows])
+
+
 def _both_ends() -> None:
     import parallel_rl.megatron as M
 
@@ -619,6 +629,17 @@ WARNED: dict[str, tuple[dict[str, int], Callable[[], object], str]] = {
         "dropout differs between",
     ),
     "dropout in a step": ({}, lambda: _step(NLL(), fields=DROPS), "dropout differs between layouts"),
+    "a mask to the left": ({"tp": 2}, lambda: _moved_mask(False, -1), "token_mask lies one place to the left of prev_"),
+    "a mask to the right in an own step": (
+        {"tp": 2},
+        lambda: _moved_mask(True, 1),
+        "token_mask lies one place to the right of prev_logprobs",
+    ),
+    "one micro-batch many times": (
+        {"tp": 2},
+        lambda: _step_of(_wrapped(Case(tp=2)), NLL(), [_mine()[0]] * 3),
+        "all 3 micro-batches of the first step are the same tensor",
+    ),
     "fp16 without a scale": ({}, lambda: _step(NLL(), fields=HALF), "fp16 without config.grad_scale_func"),
     "idle heads": ({}, lambda: _step(NLL(), case=Case(mtp="token-mean")), "mtp_num_layers = 2 without mtp_loss"),
     "idle heads in an own step": (
@@ -716,6 +737,31 @@ def test_heads_learn_in_a_schedule_of_ones_own(case: Case) -> None:
     """They did not, without a word."""
     for step, own, idle in run_world(2, _norms_of_heads, case):
         assert own == pytest.approx(step, rel=1e-12) and abs(idle / step - 1) > 1e-3
+
+
+def _norms_of_one_tensor_rank(rank: int, own: bool) -> str:
+    import parallel_rl.megatron as M
+
+    case = Case(tp=2, pp=2)
+    M.initialize(tp=2, pp=2)
+    model = _wrapped(case)
+    with torch.no_grad():
+        for name, weight in M.unwrap(model).named_parameters():
+            if "input_layernorm" in name and torch.distributed.get_rank() == 1:
+                weight.mul_(2)
+    try:
+        (_own if own else _step_of)(model, NLL(), _mine())
+    except ValueError as error:
+        return str(error)
+    finally:
+        M.destroy()
+    return ""
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_replicas_of_a_stage_are_compared_over_its_tensor_ranks(own: bool) -> None:
+    for error in run_world(4, _norms_of_one_tensor_rank, own):
+        assert "the weights that tensor ranks hold alike" in error
 
 
 def _half(rank: int) -> dict[str, tuple[float, float, Tensor]]:
@@ -858,7 +904,8 @@ def test_a_slip_is_an_error_on_every_rank() -> None:
 def test_a_slip_that_may_be_meant_is_warned_of_once() -> None:
     found = _in_worlds("warned", WARNED)
     for name, (_, _, message) in WARNED.items():
-        for outcome in found[name]:
+        assert found[name][0], name  # some warnings come from rank 0 alone
+        for outcome in filter(None, found[name]):
             assert len(outcome) == 1 and message in outcome[0], (name, outcome)
 
 
