@@ -6,7 +6,7 @@ import re
 import warnings
 import weakref
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -33,6 +33,7 @@ _NOT_ZEROED = (
 )
 _FIRST_STEPS = 3  # in which checks may cost a collective or a wait for the device
 _ROUNDING = 1e-3  # of the factor of a loss
+_NORMALISED, _NORMALISED_ROWS = 0.02, 4  # a logsumexp so near 0 in so many rows is no chance, in bfloat16 too
 _NODES = 32  # of the graph behind the model's output; the LM head is among the first
 
 _steps_of_models: weakref.WeakKeyDictionary[torch.nn.Module, int] = weakref.WeakKeyDictionary()
@@ -83,23 +84,47 @@ def warn_of_left_gradient(output: Tensor) -> None:
 
     The host looks at the parameter that is nearest to the model's output in its graph.
     """
+    parameter = next((weight for weight in _nearest(output) if getattr(weight, "main_grad", None) is not None), None)
+    if parameter is None:
+        return
+    main_grad, grad = parameter.main_grad, parameter.grad  # type: ignore[attr-defined]
+    if bool(main_grad.any()):
+        warn(_NOT_ZEROED.format("model.zero_grad_buffer() and optimizer.zero_grad()"))
+    elif grad is not None and (grad.data_ptr() == main_grad.data_ptr() or bool(grad.any())):
+        warn(
+            "an earlier step's gradient is still in `grad`, and Megatron's DDP adds it to this step's; before each step "
+            "call optimizer.zero_grad() beside model.zero_grad_buffer()"
+        )
+
+
+def check_owner(output: Tensor, model: torch.nn.Module) -> None:
+    """Raise ValueError if the parameter nearest to `output` in its graph is not one of `model`, which has the fused head."""
+    nearest = next(iter(_nearest(output)), None)
+    if nearest is not None and all(nearest is not weight for weight in model.parameters()):
+        raise ValueError(
+            "head is the fused head of another model; give what `fuse_head` returned for this one, or no head="
+        )
+
+
+def check_normalised(logits: Tensor) -> None:
+    """Raise ValueError for the log_softmax of a tensor rank's shard, by its first rows; the host waits."""
+    rows = logits.detach().flatten(0, -2)[:_NORMALISED_ROWS].float()
+    if rows.shape[-1] > 1 and bool((rows.logsumexp(-1).abs() < _NORMALISED).all()):
+        raise ValueError(
+            "the model's output is normalised over this tensor rank's columns alone (its exponentials sum to 1), so the ranks' "
+            "parts do not fit together; return logits, without log_softmax"
+        )
+
+
+def _nearest(output: Tensor) -> Iterator[Tensor]:
+    """Yield the parameters of the graph behind the model's output, the nearest first, among its first nodes."""
     nodes = [output.grad_fn]
-    for node in nodes:  # nearest first
+    for node in nodes:
         if len(nodes) < _NODES and node is not None:
             nodes += [source for source, _ in node.next_functions]
         parameter = getattr(node, "variable", None)
-        main_grad = getattr(parameter, "main_grad", None)
-        if parameter is None or main_grad is None:
-            continue
-        grad = parameter.grad
-        if bool(main_grad.any()):
-            warn(_NOT_ZEROED.format("model.zero_grad_buffer() and optimizer.zero_grad()"))
-        elif grad is not None and (grad.data_ptr() == main_grad.data_ptr() or bool(grad.any())):
-            warn(
-                "an earlier step's gradient is still in `grad`, and Megatron's DDP adds it to this step's; before each step "
-                "call optimizer.zero_grad() beside model.zero_grad_buffer()"
-            )
-        return
+        if parameter is not None:
+            yield parameter
 
 
 def warn_of_factor(loss: Tensor, factor: float, config: TransformerConfig) -> None:

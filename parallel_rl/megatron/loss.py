@@ -21,7 +21,16 @@ from parallel_rl.megatron.auxiliary import RoutedTokens, check_auxiliary_losses,
 from parallel_rl.megatron.callbacks import callbacks_of, postponed
 from parallel_rl.megatron.cpu import plain_torch
 from parallel_rl.megatron.forward_only import is_last_stage
-from parallel_rl.megatron.loop_checks import is_checked, warn, warn_of_factor, warn_of_left_gradient, watch_optimizers
+from parallel_rl.megatron.lm_head import FusedHead
+from parallel_rl.megatron.loop_checks import (
+    check_normalised,
+    check_owner,
+    is_checked,
+    warn,
+    warn_of_factor,
+    warn_of_left_gradient,
+    watch_optimizers,
+)
 from parallel_rl.megatron.mtp import add_mtp_loss, split_heads
 from parallel_rl.megatron.row_checks import (
     check_ids,
@@ -171,6 +180,10 @@ def megatron_loss_func(
 
     def share(output: Tensor) -> tuple[Tensor, Metrics]:
         _check_output(output)
+        if checked and isinstance(head, FusedHead):
+            check_owner(output, head.model)
+        elif checked and where.tp_size > 1 and output.dim() > 2:
+            check_normalised(output)
         if looks and ddp:
             warn_of_left_gradient(output)
         if head is None and where.tp_rank == where.cp_rank == where.dp_rank == 0:

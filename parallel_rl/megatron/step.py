@@ -34,7 +34,7 @@ from parallel_rl.megatron.context import context_group
 from parallel_rl.megatron.forward_only import broadcast_from_last_stage, forward_only, is_last_stage
 from parallel_rl.megatron.grads import sum_gradients
 from parallel_rl.megatron.lm_head import FusedHead
-from parallel_rl.megatron.loop_checks import begin_step, is_checked, remember_gradients, steps_of
+from parallel_rl.megatron.loop_checks import begin_step, check_normalised, is_checked, remember_gradients, steps_of
 from parallel_rl.megatron.loss import LossReport, check_scaling, scaled_loss_func
 from parallel_rl.megatron.micro_batch import MicroBatch
 from parallel_rl.megatron.model_input import forward_logits
@@ -174,7 +174,11 @@ def forward_backward(
         faults.append(fault)
         return stages > 1
 
+    looks = head is None and groups.tp_size > 1 and is_checked(steps_of(models) - 1)
+
     def share(output: Tensor, batch: MicroBatch) -> tuple[Tensor, Metrics]:
+        if looks and loss_fn.requirements.reads != "scalar":
+            check_normalised(output)
         if mtp_loss is None:
             return loss_fn.run(_call(output, batch, counts, head, groups, statistics))
         parts = groups.tp_size if config.sequence_parallel and head is None else 1

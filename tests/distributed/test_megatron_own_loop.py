@@ -429,6 +429,24 @@ def _moved_mask(own: bool, places: int) -> None:
     (_own if own else _step_of)(_wrapped(Case(tp=2)), _pg(), [rows])
 
 
+def _normalised(own: bool) -> None:
+    """The model returns the log_softmax of each tensor rank's columns."""
+    import parallel_rl.megatron as M
+
+    model = _wrapped(Case(tp=2))
+    layer = M.unwrap(model).output_layer
+    layer.register_forward_hook(lambda module, args, out: (out[0].log_softmax(-1), out[1]))
+    (_own if own else _step_of)(model, NLL(), _mine())
+
+
+def _head_of_another_model() -> None:
+    """The hidden size is V/tp, so no shape tells logits from hidden states."""
+    import parallel_rl.megatron as M
+
+    other, model = (M.wrap_model(make_model(Case(tp=2))) for _ in range(2))
+    _own(model, NLL(), _mine(), head=M.fuse_head(other))
+
+
 def _both_ends() -> None:
     import parallel_rl.megatron as M
 
@@ -606,6 +624,13 @@ REFUSED: dict[str, tuple[dict[str, int], Callable[[], object], str]] = {
     "no groups": ({}, lambda: _groups({}), "groups has 1 data ranks, Megatron's process groups 2"),
     "context ranks among data ranks": ({"cp": 2}, lambda: _groups({"cp": 2}), "groups has 2 data ranks"),
     "the head of another model": ({"tp": 2}, lambda: _head(True), "head is the fused head of another model"),
+    "the head of another model in an own step": ({"tp": 2}, _head_of_another_model, "fused head of another model"),
+    "log-probs of a shard": ({"tp": 2}, lambda: _normalised(False), "normalised over this tensor rank's columns alone"),
+    "log-probs of a shard in an own step": (
+        {"tp": 2},
+        lambda: _normalised(True),
+        "normalised over this tensor rank's columns alone",
+    ),
     "a head on one rank": ({"tp": 2}, lambda: _head(False), "whether head= is given (1, or 0)"),
     "packed sequences that end early": ({"pp": 2}, lambda: _short(False), "but cu_seqlens gives sequence 0 2 tokens"),
     "packed sequences that end early in an own step": (
