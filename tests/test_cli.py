@@ -22,9 +22,10 @@ from parallel_rl.cli.runs import importing
 from parallel_rl.recipes import find_recipe
 from parallel_rl.testing.pool import run_world
 from parallel_rl.training.config.load import as_mapping, load_config
+from tests.launch import UNCOMPILED
 from tests.training.helpers import CONFIGS, ROOT
 
-ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **UNCOMPILED}
 GRPO = str(CONFIGS / "grpo_arithmetic.yaml")
 PLAN = "plan configs/grpo_arithmetic.yaml --tokens 4096"
 
@@ -211,7 +212,6 @@ def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
     ("command", "reader", "lines"),
     [
         ("recipes", "head -1", 1),
-        pytest.param(PLAN, "true", 0, marks=pytest.mark.slow),
         pytest.param(f"{PLAN} --json", "head -1", 1, marks=pytest.mark.slow),
     ],
 )
