@@ -100,9 +100,9 @@ def _runs(*fast: Run, slow: tuple[Run, ...] = ()) -> pytest.MarkDecorator:
 
 
 @_runs(
-    Run("core", 4, 1), Run("more", 4, 1), Run("truncated", 4, 1), Run("recipes", 1, 6, skipped=5),
+    Run("core", 4, 1), Run("truncated", 4, 1), Run("recipes", 1, 6, skipped=5),
     slow=(
-        Run("core", 1), Run("core", 4, "pairs", skipped=1), Run("core", 8, 1), Run("more", 4, 4, skipped=1),
+        Run("core", 1), Run("core", 4, "pairs", skipped=1), Run("core", 8, 1), Run("more", 4, 3),
         Run("truncated", 4, 4, skipped=1), Run("recipes", 4, 2),
     ),
 )  # fmt: skip
