@@ -40,7 +40,7 @@ demo-hf: $(DEMO)  ## SFT and GRPO on word problems from a tiny random Qwen3 fold
 	rm -rf runs/word_problems/trained
 	CUDA_VISIBLE_DEVICES= $(BIN)/parallel-rl export $$(ls -d runs/word_problems/grpo/checkpoints/step_* | tail -1) runs/word_problems/trained
 
-test: $(STAMP)  ## every module in four minutes: each loss and feature on one layout that stands for the others
+test: $(STAMP)  ## every module in some minutes: each loss and feature on one layout that stands for the others
 	$(PYTEST) -m "not slow and not gpu and not slurm and not vllm"
 
 test-slow: $(STAMP) install-chromium test-triton  ## the other layouts, dtypes and backends, and a page in a browser

@@ -20,9 +20,21 @@ def pytest_collection() -> Iterator[None]:
         gc.enable()
 
 
+#: files whose slow tests take a minute and more in one process, the longest first
+LONG = (
+    "vocab/test_triton_interpreter", "distributed/test_law", "training/algorithms/test_recipes", "tools/test_gpu_check",
+    "distributed/test_megatron_law", "cluster/test_preemption", "distributed/test_l", "benchmarks/test_",
+)  # fmt: skip
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """First the files whose slow tests take longest in one process: begun last, the others would wait for them at the end."""
-    items.sort(key=lambda item: not item.path.name.startswith("test_triton_interpreter"))
+    """Begin with those: begun last, one would be waited for at the end."""
+
+    def place(item: pytest.Item) -> int:
+        name = item.path.as_posix()
+        return next((number for number, start in enumerate(LONG) if f"/tests/{start}" in name), len(LONG))
+
+    items.sort(key=place)
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

@@ -15,6 +15,8 @@ from types import TracebackType
 from tests.training.helpers import ROOT
 
 SECONDS = 300.0  # of a machine with much else to do
+# where nothing is compiled: Megatron's import asks for the compiler, nearly two seconds of each process
+UNCOMPILED = {"TORCHDYNAMO_DISABLE": "1"}
 
 
 class Launch:
@@ -26,15 +28,18 @@ class Launch:
         self.folder, self.ranks = folder, ranks
         launcher = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
         command = [sys.executable, "-m", *launcher, "-m", "parallel_rl.cli", "train", *arguments]
-        settings = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore"}
-        # nothing is compiled here, and Megatron's import asks for the compiler: over a second of each process
-        settings["TORCHDYNAMO_DISABLE"] = "1"
+        settings = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore", **UNCOMPILED}
         # torchrun dies of SIGUSR1 unless it was ignored before; the ranks have a handler of their own
         shell = ["bash", "-c", 'trap "" USR1; exec "$@"', "bash", *command]
         self.out = folder.with_suffix(".out")
         with self.out.open("ab") as out:
             self.process = subprocess.Popen(
-                shell, env={**settings, **(env or {})}, cwd=ROOT, stdout=out, stderr=out, start_new_session=True
+                shell,
+                env={**os.environ, **settings, **(env or {})},
+                cwd=ROOT,
+                stdout=out,
+                stderr=out,
+                start_new_session=True,
             )
 
     def __enter__(self) -> Launch:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import os
 import re
 import runpy
 import subprocess
@@ -11,6 +12,7 @@ import sys
 import pytest
 
 from parallel_rl.testing.pool import preload, run_world
+from tests.launch import UNCOMPILED
 from tests.training.helpers import ROOT
 
 preload("parallel_rl.megatron")
@@ -49,14 +51,23 @@ def test_the_loops_log_and_train_alike_on_any_layout() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["gpt", "gpt_grpo", "gpt_dpo"])
-def test_the_command_of_each_file_runs_as_it_stands(name: str) -> None:
-    """What lies under `__main__` too, which on a CPU machine ended in an assertion of torch.cuda."""
+def test_the_command_of_the_file_runs_as_it_stands() -> None:
+    """What lies under `__main__` too, alike in each file, which on a CPU machine ended in an assertion of torch.cuda."""
     pytest.importorskip("megatron.core")
-    text = (FOLDER / f"{name}.py").read_text(encoding="utf-8")
-    [command] = re.findall(r"torchrun (.*)$", text, re.M)
-    run = [sys.executable, "-m", "torch.distributed.run", "--standalone", *command.split()]
-    done = subprocess.run(run, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    texts = {name: (FOLDER / f"{name}.py").read_text(encoding="utf-8") for name in ("gpt", "gpt_grpo", "gpt_dpo")}
+    commands = {
+        re.findall(r"torchrun (.*)$", text, re.M)[0].replace(f"/{name}.py", "/FILE") for name, text in texts.items()
+    }
+    [command], [_] = commands, {text.split("__main__")[1] for text in texts.values()}
+    run = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        *command.replace("FILE", "gpt_grpo.py").split(),
+    ]
+    settings = {**os.environ, "OMP_NUM_THREADS": "1", **UNCOMPILED}
+    done = subprocess.run(run, cwd=ROOT, env=settings, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert len(re.findall(r"^loss \d.* gradient norm \d", done.stdout, re.M)) == 3
 

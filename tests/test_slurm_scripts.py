@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from parallel_rl.testing import pool
 from parallel_rl.training.config.sections import ParallelConfig
+from tests.launch import UNCOMPILED
 from tools.lint_sbatch import lint
 
 ROOT = Path(__file__).parents[1]
@@ -279,7 +280,7 @@ def test_the_commands_for_two_hosts_work_as_they_are_written(tmp_path: Path) -> 
         words = shlex.split(command.replace("host1", "127.0.0.1").replace("29500", str(port)))
         words = [sys.executable, "-m", "torch.distributed.run", *words[1:], *small.split(), rollouts]
         words = ["--nproc-per-node=1" if word.startswith("--nproc") else word for word in words]
-        env = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+        env = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", **UNCOMPILED}
         hosts.append(
             subprocess.Popen(
                 [*words, f"--run.dir={tmp_path}"],

@@ -21,6 +21,7 @@ from parallel_rl.experience import register_reward
 from parallel_rl.testing.pool import WorldError, run_world
 from parallel_rl.training.config.load import load_config
 from parallel_rl.training.trainer import train
+from tests.launch import UNCOMPILED
 from tests.training.helpers import ROOT, logged_rows, run, train_rows
 
 SMALL = {
@@ -160,7 +161,7 @@ def test_a_process_that_fails_has_its_own_status(words: list[str], status: int, 
     torchrun reported a SIGABRT in place of the error. What is registered for the end still runs."""
     (tmp_path / "ends_badly.py").write_text(ENDS_BADLY)
     (tmp_path / "loop.py").write_text("import ends_badly\nraise KeyError('lr')\n")
-    env = {**os.environ, "PYTHONPATH": f"{ROOT}:{tmp_path}"}
+    env = {**os.environ, "PYTHONPATH": f"{ROOT}:{tmp_path}", **UNCOMPILED}
     done = subprocess.run([sys.executable, "-m", *words], cwd=tmp_path, env=env, capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (status, "closed\n")
     assert done.stderr.endswith(f"{cause}\n")

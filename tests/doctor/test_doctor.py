@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
 import subprocess
 import sys
@@ -22,6 +23,7 @@ from parallel_rl.doctor.ports import ask_ports
 from parallel_rl.doctor.world import _elsewhere, ask_world
 from parallel_rl.testing.pool import run_world
 from parallel_rl.testing.whole_step.known_faults import RunFacts, gate_line
+from tests.launch import UNCOMPILED
 
 pytest.importorskip("megatron.core")
 ROOT = Path(__file__).parents[2]
@@ -106,8 +108,11 @@ def test_settings_that_hurt() -> None:
     assert all(each.severity == "warning" and each.advice for each in found)
 
 
-def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Text and JSON say the same; a config's layers are those that the trainer would build here."""
+    monkeypatch.setattr(
+        doctor_faults, "_ASK", dict.fromkeys(doctor_faults._ASK, lambda: "shown")
+    )  # run in the slow test
     config = str(ROOT / "configs/grpo_arithmetic.yaml")
     assert main(["doctor", "--config", config, "--json"]) == 0
     found = [Finding(**each) for each in json.loads(capsys.readouterr().out)]
@@ -176,12 +181,24 @@ def test_what_is_wrong_on_another_host_is_told_on_the_first() -> None:
         ]
 
 
+# each rank would start worlds of its own for them: a minute on two cores; one process does above
+_WITHOUT_CONTRACTS = """
+import sys
+from parallel_rl.doctor import contracts
+contracts.ask_contracts = list
+from parallel_rl.cli import main
+sys.exit(main(sys.argv[1:]))
+"""
+
+
 @pytest.mark.slow
 def test_the_ranks_of_a_job() -> None:
     """Under a real torchrun: one host, four ranks, each group timed, told once."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
-    command += ["-m", "parallel_rl.cli", "doctor", "--world", "--json", "--tensor", "2", "--pipeline", "2"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4", "--no-python"]
+    command += [sys.executable, "-c", _WITHOUT_CONTRACTS]
+    command += ["doctor", "--world", "--json", "--tensor", "2", "--pipeline", "2"]
+    settings = {**os.environ, "OMP_NUM_THREADS": "1", **UNCOMPILED}
+    done = subprocess.run(command, cwd=ROOT, env=settings, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     found = {each["subject"]: each for each in json.loads(done.stdout)}
     assert "(4 ranks)" in found["hosts"]["text"] and found["clocks"]["severity"] == "ok"

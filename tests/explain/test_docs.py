@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from parallel_rl.cli import main
+from tests.launch import UNCOMPILED
 from tests.training.helpers import CONFIGS, ROOT
 
 PAGE = (ROOT / "docs" / "explain.md").read_text(encoding="utf-8")
@@ -37,7 +38,7 @@ def test_a_step_of_a_run_is_dumped_and_shown(tmp_path: Path, monkeypatch: pytest
     monkeypatch.chdir(tmp_path)
     (tmp_path / "configs").symlink_to(CONFIGS)
     (_, *train), (_, *explain), *_ = LINES
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **UNCOMPILED}
     subprocess.run(
         [sys.executable, "-m", "parallel_rl.cli", *train], env=env, check=True, capture_output=True, timeout=300
     )

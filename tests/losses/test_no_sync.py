@@ -118,8 +118,13 @@ def step(
     reduce_metrics([metrics], groups)
 
 
-@pytest.mark.parametrize("packed", [pytest.param(False, marks=pytest.mark.slow), True])
-@pytest.mark.parametrize("case", one_of_each(CASES), ids=lambda case: case.name)
+@pytest.mark.parametrize(
+    ("case", "packed"),
+    [
+        *(pytest.param(case, True, id=case.name, marks=() if case in CORE else pytest.mark.slow) for case in CASES),
+        *(pytest.param(case, False, id=f"{case.name}-padded", marks=pytest.mark.slow) for case in CORE),
+    ],
+)
 def test_nothing_reads_a_value(case: Case, packed: bool) -> None:
     """On the meta device there are no values: whatever needs one fails."""
     scalar = has_scalar_head(case.loss)

@@ -7,6 +7,7 @@ import os
 import random
 import signal
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -21,12 +22,11 @@ RANK = r"python\S* -u -m parallel_rl\.cli train"
 
 @dataclass
 class Case:
-    """One job on node1 and node2 of a cluster of its own, which has a node to spare."""
+    """One run on node1 and node2 of a cluster of its own with a node to spare; after a job that failed, another goes on."""
 
     cluster: Cluster
     draw: random.Random
-    timeout: int = 300  # run.timeout, in which the ranks may be held
-    options: tuple[str, ...] = ()
+    steps: int = STEPS
     job: int = 0
     state: str = ""
     seconds: float = 0.0
@@ -42,10 +42,10 @@ class Case:
     def logs(self) -> Path:
         return self.cluster.folder / "logs"
 
-    def start(self) -> None:
-        """`sbatch`, with the same command each time."""
-        given = arguments(self.run, STEPS, rl__optimizer="{lr: 1e-3}", run__timeout=self.timeout)
-        self.job = submit(self.cluster, self.logs, 2, given, *self.options, env={"GATE_SECONDS": "300"})
+    def start(self, timeout: int, options: Sequence[str]) -> None:
+        """`sbatch`; in the run's own `timeout` the ranks may be held."""
+        given = arguments(self.run, self.steps, rl__optimizer="{lr: 1e-3}", run__timeout=timeout)
+        self.job = submit(self.cluster, self.logs, 2, given, *options, env={"GATE_SECONDS": "300"})
 
     def rows(self) -> int:
         """Steps in metrics.jsonl now."""
@@ -58,8 +58,8 @@ class Case:
         return {node: processes[0] for node, processes in found.items() if processes}
 
     def at_a_random_instant(self, first: int) -> None:
-        """Holds the ranks some moment after some step, the `first` or a later one."""
-        step, moment = self.draw.randint(first, STEPS // 2), self.draw.uniform(0.0, 0.5)
+        """Holds the ranks some moment after some further step, the `first` or a later one."""
+        step, moment = self.rows() + self.draw.randint(first, STEPS // 2), self.draw.uniform(0.0, 0.5)
         self.instant = f"{moment:.2f} s after step {step}"
         self.cluster.until(lambda: len(self.ranks()) == 2 or self.ended(), WAIT, "its ranks")
         ranks = self.ranks()
@@ -118,6 +118,10 @@ class Case:
             self.state = self.cluster.wait(self.job, [*ENDED, "PENDING", "REQUEUED"], timeout=WAIT)
             self.seconds = time.monotonic() - self.began
         return self.state
+
+    def forget(self) -> None:
+        """Something else may happen to the run."""
+        self.state = ""
 
     def ended(self) -> bool:
         return self.cluster.state(self.job) in ENDED

@@ -127,7 +127,7 @@ def _damage(case: Case) -> None:
 
 
 _SAVED = r"\(rank \d+\) after rl step \d+"
-_DOWN = r"restart 1 of job \d+: .*down now: {} \(down\*?\)"
+_DOWN = r"restart \d of job \d+: .*down now: {} \(down\*?\)"
 
 FAULTS = (
     Fault(

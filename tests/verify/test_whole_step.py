@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from parallel_rl.cli import main
+from tests.launch import UNCOMPILED
 
 pytest.importorskip("megatron.core")
 ROOT = Path(__file__).parents[2]
@@ -123,7 +124,7 @@ def test_the_ranks_of_a_job(callback: str, layouts: list[str], status: int, said
         "--layouts",
         *layouts,
     ]
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **UNCOMPILED}
     command = [*launcher, *COMMAND, f"{RIGHT}:provider", *more]
     done = subprocess.run(command, cwd=ROOT, env=env, text=True, capture_output=True, timeout=240)
     assert done.returncode == status, done.stderr

@@ -9,6 +9,7 @@ from tests.vocab.triton_cases.run import check_cases
 pytest.importorskip("triton")
 
 
-@pytest.mark.parametrize("cases", ["traps", pytest.param("threshold", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("cases", ["traps", "threshold"])
 def test_under_the_interpreter(cases: str) -> None:
     check_cases(cases)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -13,6 +14,7 @@ import pytest
 import torch
 
 from parallel_rl.testing.pool import run_world
+from tests.launch import UNCOMPILED
 from tests.megatron.hf.cases import BOUND, Layout, apart, layout, round_trip, whole_logits
 from tests.megatron.hf.golden import CASES, weights, write_folder
 from tests.training.helpers import ROOT
@@ -66,7 +68,8 @@ def test_the_loop_of_the_page_runs(tmp_path: Path) -> None:
     code = code.replace("/models/Qwen3-0.6B", str(folder)).replace("out/step_100", str(out)).replace("pp=2", "pp=1")
     (tmp_path / "loop.py").write_text(f"send = lambda name, tensor: print(name, flush=True)\n{code}")
     run = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", tmp_path / "loop.py"]
-    done = subprocess.run(run, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    settings = {**os.environ, "OMP_NUM_THREADS": "1", **UNCOMPILED}
+    done = subprocess.run(run, cwd=ROOT, env=settings, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert all(name in done.stdout for name in weights("qwen3"))
     assert (out / "model.safetensors").exists()

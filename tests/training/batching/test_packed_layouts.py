@@ -51,11 +51,11 @@ CASES: dict[str, tuple[str, dict[str, object]]] = {
 ALL = ("TP 2 × DP 2 × SP", "CP 2 × DP 2", "PP 2 × DP 2")
 RUNS = {
     "GRPO": ALL,
-    "quantile of the step": ALL,
-    "sampled, covariances": ALL,
+    "quantile of the step": ALL[1:],
+    "sampled, covariances": ("TP 2 × DP 2 × SP", "PP 2 × DP 2"),
     "DPO": ALL,
-    "KTO": ALL,
-    "SFT": ALL,
+    "KTO": ("TP 2 × DP 2 × SP", "PP 2 × DP 2"),
+    "SFT": ("CP 2 × DP 2",),
     "dynamic sampling": ("CP 2 × DP 2",),
     "experts": ("DP 2", "CP 2 × DP 2"),
     "critic": ("DP 2", "PP 2 × DP 2"),

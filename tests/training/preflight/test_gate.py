@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from parallel_rl.testing.pool import WorldError, run_world
 from parallel_rl.training.config.sections import ParallelConfig
+from tests.launch import UNCOMPILED
 from tests.training.helpers import CONFIGS, ROOT
 
 
@@ -64,7 +65,7 @@ def test_a_pair_that_stands_still_is_named_when_the_gate_closes(tmp_path: Path) 
     (tmp_path / "silent.py").write_text(SILENT)
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     config = [str(CONFIGS / "sft_arithmetic.yaml"), "--parallel={pipeline: 2}", f"--run.dir={tmp_path / 'run'}"]
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo"}
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo", **UNCOMPILED}
     done = subprocess.run(
         [*launcher, str(tmp_path / "silent.py"), *config], env=env, capture_output=True, text=True, timeout=400
     )

@@ -157,8 +157,7 @@ class Launches:
         return launch
 
 
-@pytest.mark.parametrize("splits", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("dtype", "splits"), [(torch.float32, True), (torch.bfloat16, False)], ids=str)
 @pytest.mark.parametrize(
     ("first", "stride", "aligned"),
     [(0, 9024, True), (8, 9024, True), (3, 9024, False), (0, 9025, False), (8, 9020, "fp32"), (4, 9024, "fp32")],

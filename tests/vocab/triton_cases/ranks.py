@@ -1,4 +1,4 @@
-"""The kernels on real ranks: 1, 2 and 4 shards against float64, the same bits everywhere, one collective."""
+"""The kernels on real ranks: 2 and 4 shards against float64, the same bits everywhere, one collective."""
 
 from __future__ import annotations
 
@@ -46,7 +46,10 @@ def shard_case(rank: int, tp: int, split: str, dtype: torch.dtype, shift: float)
 
 
 def shard_cases(rank: int, tp: int) -> dict[tuple, dict[str, Tensor]]:
-    return {(s, d, shift): shard_case(rank, tp, s, d, shift) for s in SPLITS for d, shift in DTYPES}
+    """Float16 on two ranks alone: a dtype is nothing to the sums over ranks."""
+    return {
+        (s, d, shift): shard_case(rank, tp, s, d, shift) for s in SPLITS for d, shift in DTYPES[: 3 if tp == 2 else 2]
+    }
 
 
 def over_ranks(tp: int, function, *args):  # type: ignore[no-untyped-def]
@@ -57,7 +60,7 @@ def over_ranks(tp: int, function, *args):  # type: ignore[no-untyped-def]
     return run_ranks(tp, function, *args)
 
 
-@pytest.mark.parametrize("tp", [1, 2, 4])
+@pytest.mark.parametrize("tp", [2, 4])
 def test_ranks_give_what_one_process_gives(tp: int) -> None:
     ranks = over_ranks(tp, shard_cases, tp)
     for split, dtype, shift in ranks[0]:

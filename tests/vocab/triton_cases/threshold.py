@@ -70,13 +70,14 @@ def on_host(z: Tensor, shard: VocabShard) -> Tensor:
 @pytest.mark.parametrize(
     ("dtype", "rule"),
     [
-        *((torch.bfloat16, rule) for rule in RULES),
-        *((torch.float32, rule) for rule in (RULES[0], RULES[1], RULES[-1])),
+        *((torch.bfloat16, rule) for rule in (RULES[0], RULES[2], RULES[4], RULES[5])),
+        *((torch.float32, rule) for rule in (RULES[0], RULES[1])),
         (torch.float16, RULES[1]),
     ],
     ids=str,
 )
 def test_the_threshold_of_a_cpu(dtype: torch.dtype, rule: Truncation) -> None:
+    """Top-p, top-k and both; ordinary rows under the fourth rule are below."""
     z = rows_of_every_kind(dtype)
     shard = shard_of(rule, torch.linspace(0.3, 3, len(z)).to(DEVICE) if dtype == torch.bfloat16 else 0.8)
     assert torch.equal(kept_floor(z.to(DEVICE), shard).cpu(), on_host(z, shard))
@@ -93,10 +94,12 @@ def test_strides_and_widths(columns: int) -> None:
 
 def test_rows_that_are_split_over_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(threshold, "processors", lambda device: 1)
+    """A row that bins suit and one that misses, under top-p alone and under both."""
     g = torch.Generator().manual_seed(3)
-    z = torch.cat([3 * torch.randn(1, 9005, generator=g), torch.ones(1, 9005)])
+    width = 4505
+    z = torch.cat([3 * torch.randn(1, width, generator=g), torch.ones(1, width)])
     for rule in (Truncation(None, 0.9), Truncation(40, 0.9)):
-        shard = replace(shard_of(rule), valid=9005, vocab_size=9005)
+        shard = replace(shard_of(rule), valid=width, vocab_size=width)
         assert torch.equal(kept_floor(z.to(DEVICE), shard).cpu(), on_host(z, shard))
     assert threshold._tiling("held", z).splits > 1
 
@@ -111,10 +114,10 @@ def test_ordinary_rows_are_read_twice(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(threshold, "vocab_held", poisoned)
     g = torch.Generator().manual_seed(1)
-    z = 3 * torch.randn(12, V, generator=g)
-    z[:4] = 0.5 * torch.randn(4, V, generator=g)
-    z[torch.arange(4, 8), torch.arange(4) * 300] += 20
-    for rule in RULES[:4]:
+    z = 3 * torch.randn(6, V, generator=g)
+    z[:2] = 0.5 * torch.randn(2, V, generator=g)
+    z[torch.arange(2, 4), torch.arange(1, 3) * 300] += 20
+    for rule in (RULES[0], RULES[1], RULES[3]):
         shard = shard_of(rule)
         assert torch.equal(kept_floor(z.to(DEVICE), shard).cpu(), on_host(z, shard))
         assert not bool(torch.cat(searched).any())
@@ -130,13 +133,17 @@ SPLITS = [
 ]
 
 
+#: ordinary rows, and of those that bins do not suit: ties, one word, gaps, −inf in part and throughout
+ON_RANKS = [0, 2, 3, 4, 5, 12, 15, 16]
+
+
 def on_shards(rank: int) -> list[tuple[Tensor, list[str]]]:
     found = []
     for dtype, rule, kind in SPLITS:
         start, end = BOUNDS[kind][rank : rank + 2]
         shard = replace(shard_of(rule, 0.8), start=start, valid=end - start, group=dist.group.WORLD)
         with recorded() as calls:
-            floor = kept_floor(rows_of_every_kind(dtype)[:, start:end].to(DEVICE), shard)
+            floor = kept_floor(rows_of_every_kind(dtype)[ON_RANKS, start:end].to(DEVICE), shard)
         found.append((floor.cpu(), calls))
     return found
 
@@ -145,7 +152,7 @@ def test_every_split_finds_the_same_threshold() -> None:
     ranks = over_ranks(2, on_shards)
     for (dtype, rule, kind), (floor, calls), (other, same) in zip(SPLITS, *ranks, strict=True):
         assert torch.equal(floor, other) and calls == same, kind
-        assert torch.equal(floor, on_host(rows_of_every_kind(dtype), shard_of(rule, 0.8))), kind
+        assert torch.equal(floor, on_host(rows_of_every_kind(dtype)[ON_RANKS], shard_of(rule, 0.8))), kind
         digits = ["allreduce_ SUM"] * {torch.float32: 11, torch.bfloat16: 6}[dtype]
         # the window, the bins, the largest logit, what lies above the brackets: whatever rows miss
         before = ["allreduce_ MAX", "allreduce_ SUM"] * 2 if rule.top_p else []
