@@ -11,8 +11,10 @@ from typing import TYPE_CHECKING
 
 import torch
 from megatron.core.distributed import DistributedDataParallel
+from megatron.core.utils import get_model_config
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from parallel_rl.megatron.model import unwrap
 from parallel_rl.validation import get_validation
 
 if TYPE_CHECKING:
@@ -70,12 +72,27 @@ def begin_step(models: Sequence[torch.nn.Module], ddp: bool) -> None:
     _steps_of_models[models[0]] = steps + 1
     if steps and is_checked(steps) and any(bool(grad.any()) for grad in _some_gradients(models)):
         warn(_NOT_ZEROED.format("model.zero_grad_buffer() and " * ddp + "optimizer.zero_grad()"))
+    if not steps:
+        keep_recomputed_gradients(models)
     if ddp:
         watch_optimizers()
         for model in models:
             trained = model.params_with_grad if isinstance(model, DistributedDataParallel) else model.parameters()
             for parameter in trained:
                 parameter.grad = None
+
+
+def keep_recomputed_gradients(models: Sequence[torch.nn.Module]) -> None:
+    """Have a frozen embedding's output need a gradient under full recomputation, which else drops those of the layers."""
+    for model in map(unwrap, models):
+        embedding: torch.nn.Module | None = getattr(model, "embedding", None)
+        frozen = embedding is not None and not any(weight.requires_grad for weight in embedding.parameters())
+        if embedding is not None and frozen and get_model_config(model).recompute_granularity == "full":
+            embedding.register_forward_hook(_need_gradient)
+
+
+def _need_gradient(embedding: torch.nn.Module, args: object, out: Tensor) -> Tensor:
+    return out if out.requires_grad or not torch.is_grad_enabled() else out.detach().requires_grad_()
 
 
 def warn_of_left_gradient(output: Tensor) -> None:

@@ -48,12 +48,9 @@ def gradient_cause(one: Compared, group: Sequence[WeightError], axis: str, facts
         )
     if alike and first.factor is not None and (sizes := _of_sizes(first.factor, layout, axis)):
         return f"the whole loss is {sizes}"
-    if first.missing:
-        return _of_parts(first, layout)
-    if first.by_rank:
-        return "the gradient is lost on some of the ranks that hold the weight: a hook, a detached tensor, a rank's own branch"
-    if layout.ep > 1 and first.factor is not None and _of_sizes(first.factor, layout, axis).endswith("expert ranks"):
-        return _of_sizes(first.factor, layout, axis)
+    sizes = "" if first.factor is None else _of_sizes(first.factor, layout, axis)
+    if first.missing or first.by_rank or sizes.endswith("expert ranks"):
+        return sizes if sizes.endswith("expert ranks") else _of_parts(first, layout)
     if all(".experts." in name for name in names):
         return (
             "gradients of experts: a dispatcher drops tokens or gradients, or experts are reduced over ranks that hold others "
@@ -84,6 +81,9 @@ def gradient_cause(one: Compared, group: Sequence[WeightError], axis: str, facts
 
 
 def _of_parts(first: WeightError, layout: StepLayout) -> str:
+    """Name the cause of a gradient that ranks hold in parts, or that some of them lost."""
+    if first.by_rank:
+        return "the gradient is lost on some of the ranks that hold the weight: a hook, a detached tensor, a rank's own branch"
     if first.missing == ("pipeline",):
         return (
             "the first and the last stage hold a tied embedding, and its gradient is not summed over them; call "

@@ -16,7 +16,7 @@ _BY_NAME = re.compile(r"\bsupport|divisible|takes padded ones only|on a CPU give
 _FRAME = re.compile(r'File "(?P<file>[^"<>]+)", line (?P<line>\d+),? in (?P<function>\S+)')
 _LIBRARIES = ("/site-packages/", "/dist-packages/", "/lib/python3", str(Path(__file__).parents[2]) + "/")
 
-_RANK = str(Path(__file__).parents[1] / "worker.py")
+_RANK = re.compile(r'testing/worker\.py", line \d+,? in _call')
 _CUDA = ("Torch not compiled with CUDA", "Found no NVIDIA driver", "No CUDA GPUs are available", "_cuda_")
 
 
@@ -74,7 +74,7 @@ def user_place(trace: str, *, innermost_first: bool = False) -> str:
     >>> user_place('File "/home/me/model.py", line 12, in provider')
     '/home/me/model.py:12 (provider)'
     """
-    task = trace.partition(_RANK)[0] if innermost_first else trace  # a forked rank's stack ends in the caller's script
+    task = _RANK.split(trace)[0] if innermost_first else trace  # a forked rank's stack ends in the caller's script
     frames = [frame for frame in _FRAME.finditer(task) if not any(part in frame["file"] for part in _LIBRARIES)]
     if not frames:
         return ""
