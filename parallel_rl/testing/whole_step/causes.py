@@ -172,6 +172,12 @@ def _of_log(one: Compared) -> str:
 def _of_error(one: Compared) -> str:
     if one.hung:
         return "one process runs the same step: a rank loops, or waits in a collective that another rank does not enter"
+    if "differ in the model's weights" in one.error:
+        return (
+            "a weight with other values on these ranks is marked as one that they share; experts need allreduce = False"
+            if one.layout.ep > 1
+            else "a weight that these ranks share is drawn or changed by rank"
+        )
     if one.layout.world == 1:
         return "one process runs the step on padded rows in one micro-batch; other rows or settings break it"
     if one.error.startswith("every rank"):

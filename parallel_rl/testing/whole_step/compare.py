@@ -16,7 +16,11 @@ from parallel_rl.testing.whole_step.subject import Piece, RankResult, Truth, par
 
 NO_ANSWER = "no answer in"  # within an error: a rank that hangs
 _CLOSE = 1e-3  # of a factor that explains an error
-_AXES = ("tensor", "context", "data", "expert")
+_AXES = ("tensor", "context", "data", "expert", "pipeline")
+
+_SUMMED = (
+    ("tensor",), ("context",), ("data",), ("context", "data"), ("expert",), ("tensor", "context"), ("pipeline",),
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -27,6 +31,7 @@ class WeightError:
         error: |g − g*| / |g*| over all ranks.
         factor: by which the gradient is too large on every rank, or None if no one factor explains it.
         text: what explains it: a factor, one a rank, or parts that were not summed.
+        by_rank: each rank's gradient has a factor of its own.
         missing: axes over whose ranks the gradient was left in parts.
         weighed: how the tokens of each part of the step weigh, if that explains the gradient.
     """
@@ -37,11 +42,12 @@ class WeightError:
     text: str
     missing: tuple[str, ...] = ()
     weighed: Weighing | None = None
+    by_rank: bool = False
 
     @property
     def unexplained(self) -> bool:
         """Whether the weight trains on both sides and no one factor explains its gradient."""
-        return self.factor is None and math.isfinite(self.error)
+        return self.factor is None and math.isfinite(self.error) and not self.by_rank
 
 
 @dataclass(frozen=True)
@@ -175,7 +181,8 @@ def _of_weight(
         return WeightError(name, error, None, f"has a gradient where one process has none ({off:.1e})")
     if all(fits) and max(factors) - min(factors) <= _CLOSE * max(map(abs, factors)):
         return WeightError(name, error, factors[0], f"gradient × {factors[0]:.6g}")
-    if (parts := _in_parts(rows)) is not None:
+    lost = all(fits) and all(min(abs(factor), abs(factor - 1)) <= _CLOSE for factor in factors)
+    if not lost and (parts := _in_parts(rows)) is not None:
         axes, factor = parts
         return WeightError(
             name,
@@ -185,7 +192,8 @@ def _of_weight(
             axes,
         )
     if all(fits):
-        return WeightError(name, error, None, f"gradient {_by_rank([place for place, *_ in known], factors)}")
+        text = _by_rank([place for place, *_ in known], factors)
+        return WeightError(name, error, None, f"gradient {text}", by_rank=lost)
     factor = sum(factors) / len(factors)
     rest = math.sqrt(sum(float((g - factor * r).square().sum()) for _, g, r in known)) / size
     return WeightError(name, error, None, f"gradient × {factor:.6g} on average and {rest:.1e} of it elsewhere")
@@ -193,7 +201,7 @@ def _of_weight(
 
 def _in_parts(rows: Sequence[tuple[Mapping[str, int], Tensor, Tensor]]) -> tuple[tuple[str, ...], float] | None:
     """Find the axes over whose ranks the copies of a gradient add up to a multiple of the right one."""
-    for axes in (("tensor",), ("context",), ("data",), ("context", "data"), ("expert",), ("tensor", "context")):
+    for axes in _SUMMED:
         if any(len({place[axis] for place, *_ in rows}) < 2 for axis in axes):
             continue
         sums: dict[tuple[int, ...], list[tuple[Tensor, Tensor]]] = defaultdict(list)

@@ -48,14 +48,20 @@ def gradient_cause(one: Compared, group: Sequence[WeightError], axis: str, facts
         )
     if alike and first.factor is not None and (sizes := _of_sizes(first.factor, layout, axis)):
         return f"the whole loss is {sizes}"
-    if first.missing:
-        return _of_parts(first)
+    sizes = "" if first.factor is None else _of_sizes(first.factor, layout, axis)
+    if first.missing or first.by_rank or sizes.endswith("expert ranks"):
+        return sizes if sizes.endswith("expert ranks") else _of_parts(first, layout)
     if all(".experts." in name for name in names):
         return (
             "gradients of experts: a dispatcher drops tokens or gradients, or experts are reduced over ranks that hold others "
             "(allreduce = False and the expert data parallel group belong to them)"
         )
-    if facts.experts and layout.balance and ".router." in max(one.gradients, key=lambda error: error.error).name:
+    if (
+        facts.experts
+        and layout.balance
+        and one.loss <= _NEAR
+        and ".router." in max(one.gradients, key=lambda error: error.error).name
+    ):
         return (
             "the routers' own losses are scaled by a rank's tokens (Megatron-LM #7481, #5996; before 0.19 by 1/(TP·CP) with "
             "calculate_per_token_loss), or their mask is another group's; forward_backward scales them"
@@ -74,7 +80,20 @@ def gradient_cause(one: Compared, group: Sequence[WeightError], axis: str, facts
     return _of_factor(one, first, axis, facts)
 
 
-def _of_parts(first: WeightError) -> str:
+def _of_parts(first: WeightError, layout: StepLayout) -> str:
+    """Name the cause of a gradient that ranks hold in parts, or that some of them lost."""
+    if first.by_rank:
+        return "the gradient is lost on some of the ranks that hold the weight: a hook, a detached tensor, a rank's own branch"
+    if first.missing == ("pipeline",):
+        return (
+            "the first and the last stage hold a tied embedding, and its gradient is not summed over them; call "
+            "finalize_model_grads, which sums it over the embedding group"
+        )
+    if first.missing == ("tensor",) and not layout.sp:
+        return (
+            "a weight that tensor ranks hold whole sees each rank's own heads or columns; sum its gradient over tensor ranks, "
+            "or put copy_to_tensor_model_parallel_region before it"
+        )
     if first.missing == ("tensor",):
         return (
             "a weight that tensor ranks hold whole sees a part of the sequence on each; set sequence_parallel = True on it, so "
@@ -93,6 +112,7 @@ def _of_sizes(factor: float, layout: StepLayout, axis: str) -> str:
         "data ranks": layout.dp,
         "micro-batches": layout.micro // layout.dp,
         "pipeline ranks": layout.pp,
+        "expert ranks": layout.ep,
     }
     named = [(name, size) for name, size in sizes.items() if size > 1]
     for number in range(1, len(named) + 1):
@@ -141,6 +161,11 @@ def _of_factor(one: Compared, first: WeightError, axis: str, facts: Facts) -> st
         return "the gradient is lost: a detached tensor, a frozen weight, or a reduction that leaves it out"
     if factor is not None and (sizes := _of_sizes(factor, layout, axis)):
         return sizes
+    if not one.loss <= _NEAR and axis == "recompute":
+        return (
+            "the forward pass differs under recomputation, which runs it without gradients first: a branch on "
+            "torch.is_grad_enabled(), or a state that each run changes"
+        )
     if not one.loss <= _NEAR:
         return "the forward pass differs on this layout: positions, a mask or a sum that do not suit a rank's part"
     return _NO_BACKWARD

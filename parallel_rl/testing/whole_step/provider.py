@@ -12,7 +12,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from parallel_rl.megatron import unwrap
 from parallel_rl.testing.whole_step.layouts import WIDTH, StepLayout
-from parallel_rl.testing.whole_step.refusals import Inapplicable, refusal, user_place
+from parallel_rl.testing.whole_step.refusals import Inapplicable, needs_gpu, refusal, user_place
 from parallel_rl.testing.whole_step.shrink import VOCABULARY
 
 Provider = Callable[..., object]
@@ -155,6 +155,11 @@ def _call(provider: Provider | TransformerConfig, config: TransformerConfig, pla
                 "the provider needs Transformer Engine, which is not usable here "
                 f"({type(error).__name__}: {error}); build the layers by parallel_rl.megatron.layer_spec(config), which takes "
                 "local ones on a machine without it, or run the command where it is installed"
+            ) from error
+        if needs_gpu(error):
+            raise ValueError(
+                f"the provider {provider_name(provider)} needs a GPU ({error}); build on the CPU where "
+                "torch.cuda.is_available() is false, or run the command on a machine with one"
             ) from error
         if reason := refusal(error):
             raise Inapplicable(reason) from error

@@ -16,6 +16,7 @@ from parallel_rl.agreement import describe
 from parallel_rl.testing.pool import WorldError, run_world
 
 ResultT = TypeVar("ResultT")
+_GRACE = 5.0  # seconds between the ranks' starts of one call
 
 
 class Ranks(Protocol):
@@ -74,7 +75,7 @@ class JobRanks:
         silent = sorted(set(range(world)) - ends.keys())
         if silent or errors:
             named = f"rank {', '.join(map(str, silent or errors))}"
-            why = f"{named} gave no answer in {2 * self.timeout:g} s" if silent else f"{named} failed"
+            why = f"{named} gave no answer in {self.timeout + _GRACE:g} s" if silent else f"{named} failed"
             self.apart = "" if len(errors) == world and len(set(errors.values())) == 1 else f"{why} before"
             raise WorldError(errors, {rank: ends[rank][1] for rank in errors}, silent, why)
         found: list[ResultT] = [None] * world  # type: ignore[list-item]
@@ -87,7 +88,7 @@ class JobRanks:
         keys = [f"whole_step/{self.calls}/{other}" for other in range(world)]
         self.store.set(keys[rank], end)
         with contextlib.suppress(dist.DistStoreError):  # not in time
-            self.store.wait(keys, timedelta(seconds=2 * self.timeout))
+            self.store.wait(keys, timedelta(seconds=self.timeout + _GRACE))
         return {
             other: tuple(json.loads(self.store.get(key))) for other, key in enumerate(keys) if self.store.check([key])
         }

@@ -7,12 +7,17 @@ import re
 from pathlib import Path
 from types import TracebackType
 
+import torch
+
 _PREFIX = "Inapplicable: "
 _OWNERS = ("megatron.core.", "parallel_rl.")
 # of Megatron's and this library's refusals; their other errors are failures
 _BY_NAME = re.compile(r"\bsupport|divisible|takes padded ones only|on a CPU give|without also enabling", re.IGNORECASE)
 _FRAME = re.compile(r'File "(?P<file>[^"<>]+)", line (?P<line>\d+),? in (?P<function>\S+)')
 _LIBRARIES = ("/site-packages/", "/dist-packages/", "/lib/python3", str(Path(__file__).parents[2]) + "/")
+
+_RANK = re.compile(r'testing/worker\.py", line \d+,? in _call')
+_CUDA = ("Torch not compiled with CUDA", "Found no NVIDIA driver", "No CUDA GPUs are available", "_cuda_")
 
 
 class Inapplicable(ValueError):
@@ -45,6 +50,15 @@ def refusal(error: BaseException) -> str:
     return str(error) if raised and module.startswith(_OWNERS) and _BY_NAME.search(str(error)) else ""
 
 
+def needs_gpu(error: BaseException) -> bool:
+    """Return whether the error is CUDA's on a machine without a GPU.
+
+    >>> needs_gpu(AssertionError("Torch not compiled with CUDA enabled"))
+    True
+    """
+    return not torch.cuda.is_available() and any(text in str(error) for text in _CUDA)
+
+
 def refused(text: str) -> str:
     """Return the reason in a rank's error "Inapplicable: reason"; empty for any other error.
 
@@ -60,7 +74,8 @@ def user_place(trace: str, *, innermost_first: bool = False) -> str:
     >>> user_place('File "/home/me/model.py", line 12, in provider')
     '/home/me/model.py:12 (provider)'
     """
-    frames = [frame for frame in _FRAME.finditer(trace) if not any(part in frame["file"] for part in _LIBRARIES)]
+    task = _RANK.split(trace)[0] if innermost_first else trace  # a forked rank's stack ends in the caller's script
+    frames = [frame for frame in _FRAME.finditer(task) if not any(part in frame["file"] for part in _LIBRARIES)]
     if not frames:
         return ""
     frame = frames[0] if innermost_first else frames[-1]

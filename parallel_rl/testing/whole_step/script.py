@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 
@@ -26,6 +27,7 @@ from parallel_rl.megatron.forward_only import is_last_stage
 from parallel_rl.megatron.model_input import packed_bounds
 from parallel_rl.testing.whole_step.layouts import ROWS, WIDTH, StepLayout
 from parallel_rl.testing.whole_step.provider import source_name
+from parallel_rl.testing.whole_step.refusals import needs_gpu, user_place
 from parallel_rl.testing.whole_step.rows import Rows, megatron_rows, packed_width
 from parallel_rl.testing.whole_step.subject import StepSubject
 
@@ -86,7 +88,15 @@ def run_script(
 
 def _checked_step(*args: object, step: Callback, name: str) -> tuple[object, Callback]:
     """Run a forward step and check what it and its loss callback return, which Megatron's schedule does not name."""
-    returned = step(*args)
+    try:
+        returned = step(*args)
+    except Exception as error:
+        if needs_gpu(error):
+            raise ValueError(
+                f"{name} needs a GPU ({error}) at {user_place(traceback.format_exc())}; run the command where there is one, or "
+                "pass --loss-callback in place of --forward-step"
+            ) from error
+        raise
     if not (isinstance(returned, tuple) and len(returned) == 2 and callable(returned[1])):
         raise ValueError(f"{name} returned {_kind(returned)}; a forward step returns (output, loss callback)")
     output, callback = returned

@@ -78,6 +78,21 @@ def _look(rank: int, subject: StepSubject) -> ModelFacts:
     )
 
 
+class _OneProcess(NamedTuple):
+    """The step of one process, for a rank to run."""
+
+    subject: StepSubject
+    key: StepLayout
+    layers: int
+    dtype: torch.dtype
+    timeout: float
+
+    def truth(self, tokens: torch.Tensor | None = None, seed: int | None = None) -> Truth:
+        """Run the step on this rank; see `run_truth`."""
+        config = _shrunk(self.subject, self.layers)
+        return run_truth(self.subject, config, self.key, self.dtype, self.timeout, tokens, seed)
+
+
 @dataclass
 class Worlds:
     """The step of one subject at test size: each truth is computed once."""
@@ -97,9 +112,11 @@ class Worlds:
             ValueError: it cannot be run.
         """
         if key not in self.truths:
-            args = self.subject, key, self.layers, self.dtype, self.ranks.timeout
-            self.truths[key] = _alone(self.ranks, _truth, *args)
+            self.truths[key] = _alone(self.ranks, _truth, self._one_process(key))
         return self.truths[key]
+
+    def _one_process(self, key: StepLayout) -> _OneProcess:
+        return _OneProcess(self.subject, key, self.layers, self.dtype, self.ranks.timeout)
 
     def measure_bound(self, key: StepLayout) -> str:
         """Derive the bound of float32 from a run in float64 of the parts that allow it; return how."""
@@ -137,8 +154,7 @@ class Worlds:
     def randomness(self) -> str:
         """Run one process with another seed; return by how much its step differs from the first, empty if it does not."""
         key, truth = next(iter(self.truths.items()))
-        args = self.subject, key, self.layers, self.dtype, self.ranks.timeout, _OTHER_SEED
-        other = _alone(self.ranks, _truth, *args)
+        other = _alone(self.ranks, _truth, self._one_process(key), _OTHER_SEED)
         off = sum(float((g - other.gradients[name]).double().square().sum()) for name, g in truth.gradients.items())
         error = math.sqrt(off) / truth.norm
         if error <= self.bound:
@@ -151,9 +167,8 @@ class Worlds:
         parts = token_parts(make_rows(truth.vocabulary), seen.layout)
         total = sum(part.number for part in parts)
         single = key._replace(micro=1, packed=False)
-        args = self.subject, single, self.layers, self.dtype, self.ranks.timeout
         try:
-            of_parts = _alone(self.ranks, _parts, *args, [part.tokens for part in parts])
+            of_parts = _alone(self.ranks, _parts, self._one_process(single), [part.tokens for part in parts])
             whole = self.truth(single).gradients
         except ValueError:
             return seen  # the script divides by what such a mask leaves nothing of
@@ -174,17 +189,9 @@ class Worlds:
         return replace(seen, gradients=tuple(gradients))
 
 
-def _truth(
-    rank: int,
-    subject: StepSubject,
-    key: StepLayout,
-    layers: int,
-    dtype: torch.dtype,
-    timeout: float,
-    seed: int | None = None,
-) -> Truth:
+def _truth(rank: int, one: _OneProcess, seed: int | None = None) -> Truth:
     with _quiet():
-        return run_truth(subject, _shrunk(subject, layers), key, dtype, timeout, seed=seed)
+        return one.truth(seed=seed)
 
 
 def _rounding(
@@ -194,18 +201,9 @@ def _rounding(
         return measure_rounding(subject, _shrunk(subject, layers), key, timeout)
 
 
-def _parts(
-    rank: int,
-    subject: StepSubject,
-    key: StepLayout,
-    layers: int,
-    dtype: torch.dtype,
-    timeout: float,
-    tokens: Sequence[torch.Tensor],
-) -> list[dict[str, torch.Tensor]]:
+def _parts(rank: int, one: _OneProcess, tokens: Sequence[torch.Tensor]) -> list[dict[str, torch.Tensor]]:
     with _quiet():
-        config = _shrunk(subject, layers)
-        return [dict(run_truth(subject, config, key, dtype, timeout, chosen).gradients) for chosen in tokens]
+        return [dict(one.truth(tokens=mask).gradients) for mask in tokens]
 
 
 def _rank(

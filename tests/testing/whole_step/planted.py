@@ -253,6 +253,46 @@ def _scale_norm(layer: torch.nn.Module, norm: torch.nn.Module, args: object, out
     return out * layer.scale
 
 
+def biased_config() -> TransformerConfig:
+    """A config with biases."""
+    config = dense_config()
+    config.add_bias_linear = True
+    return config
+
+
+def lost_biases(config: TransformerConfig, **stage: Any) -> GPTModel:
+    """Biases after attention learn on the first tensor rank alone."""
+    from megatron.core import parallel_state
+
+    model = provider(config, **stage)
+    if parallel_state.get_tensor_model_parallel_rank() > 0:
+        for name, parameter in model.named_parameters():
+            if "linear_proj.bias" in name:
+                parameter.register_hook(torch.zeros_like)
+    return model
+
+
+def recomputed_otherwise(config: TransformerConfig, **stage: Any) -> GPTModel:
+    """An MLP that scales its output where gradients are off."""
+    model = provider(config, **stage)
+    for layer in model.decoder.layers:
+        layer.mlp.register_forward_hook(_scale_without_gradient)
+    return model
+
+
+def _scale_without_gradient(mlp: torch.nn.Module, args: object, out: tuple[Tensor, Tensor | None]) -> object:
+    return out[0] * (1.0 if torch.is_grad_enabled() else 0.9), out[1]
+
+
+def routers_times_ranks(config: TransformerConfig, **stage: Any) -> GPTModel:
+    """Routers whose gradients are multiplied by the expert parallel size."""
+    model, size = provider(config, **stage), config.expert_model_parallel_size
+    for name, parameter in model.named_parameters():
+        if ".router.weight" in name:
+            parameter.register_hook(lambda gradient: gradient * size)
+    return model
+
+
 def frozen_under_tensor_ranks(config: TransformerConfig, **stage: Any) -> GPTModel:
     """One weight trains on one process alone."""
     model = provider(config, **stage)

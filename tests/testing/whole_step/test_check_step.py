@@ -120,6 +120,21 @@ def test_a_right_mixture_of_experts_with_heads_passes_on_fourteen_layouts() -> N
             id="a weight that counts twice in a micro-batch",
         ),
         pytest.param(
+            planted.lost_biases, {"config": planted.biased_config}, ("tp2", "dp2"), ("tp2",),
+            ("linear_proj.bias", "× 1 on tensor rank 0, × 0 on tensor rank 1", "lost on some of the ranks"),
+            id="a bias whose gradient is lost on a rank", marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            planted.recomputed_otherwise, {}, ("mb4 recompute", "tp2"), ("mb4 recompute",),
+            ("all ", "recompute", "the forward pass differs under recomputation"),
+            id="a branch on the gradient mode", marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            planted.routers_times_ranks, {"config": experts_config}, ("dp2", "dp2 ep2"), ("dp2 ep2",),
+            ("router.weight", "gradient × 2", "counted once for each of 2 expert ranks"),
+            id="routers that count each expert rank", marks=pytest.mark.slow,
+        ),
+        pytest.param(
             planted.dropout, {}, ("mb4", "tp2"), ("mb4", "tp2"),
             ("one process: another seed changes the gradients", "mlp.noise (p = 0.1)", "by dropout or noise"),
             id="a dropout",
@@ -149,7 +164,8 @@ def _layout(text: str) -> StepLayout:
     if text == "mb4":
         return StepLayout()
     sizes = {word[:2]: int(word[2:]) for word in text.split() if word[2:].isdigit()}
-    return StepLayout(sp="sp" in text.split(), **sizes)
+    sizes.pop("mb", None)
+    return StepLayout(sp="sp" in text.split(), recompute="recompute" in text.split(), **sizes)
 
 
 def test_a_script_of_megatrons_own_is_right_with_per_token_loss_alone() -> None:
