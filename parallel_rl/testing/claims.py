@@ -7,12 +7,11 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from parallel_rl.counts import count_valid
 from parallel_rl.losses.core.base import LossFn
 from parallel_rl.losses.core.batch import ModelOutput, TokenBatch
 from parallel_rl.losses.core.call import LossCall
 from parallel_rl.losses.core.run import read
-from parallel_rl.testing.cases import Batch, step_statistics
+from parallel_rl.testing.cases import Batch, counts_of, step_statistics
 from parallel_rl.vocab.stats import TokenStats
 
 
@@ -44,7 +43,7 @@ def _reads_old_policy(loss_fn: LossFn, batch: Batch) -> float:
 
 
 def _gradient(loss_fn: LossFn, logits: Tensor, data: dict[str, Tensor]) -> Tensor:
-    leaf, counts = logits.clone().requires_grad_(), count_valid(data)
+    leaf, counts = logits.clone().requires_grad_(), counts_of([data])
     call = (leaf, data, *counts)
     loss, _ = loss_fn(*call, statistics=step_statistics([(loss_fn, call)]))
     return torch.autograd.grad(loss, leaf)[0]
@@ -52,7 +51,7 @@ def _gradient(loss_fn: LossFn, logits: Tensor, data: dict[str, Tensor]) -> Tenso
 
 def token_batch(loss_fn: LossFn, batch: Batch) -> TokenBatch:
     """The whole batch as the loss's objective sees it."""
-    counts = count_valid(batch.data)
+    counts = counts_of([batch.data])
     statistics = step_statistics([(loss_fn, (batch.logits, batch.data, *counts))])
     return read(loss_fn, LossCall(batch.logits, batch.data, *counts, statistics=statistics)).batch
 

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from parallel_rl.counts import ValidCounts, count_valid
+from parallel_rl.counts import ValidCounts
 from parallel_rl.losses.core.call import LossFunction
 from parallel_rl.metrics import Metrics
 from parallel_rl.packing import PrefixTreeLossWrapper, SequencePackingLossWrapper
 from parallel_rl.testing.batches import POISON, carries_loss, local_names, poisoned
-from parallel_rl.testing.cases import Trial, step_statistics
+from parallel_rl.testing.cases import Trial, counts_of, step_statistics
 from parallel_rl.testing.layouts import Layout, Piece, Rank, cut_rows
 from parallel_rl.vocab.linear.lm_head import LMHeadInput
 
@@ -99,7 +99,7 @@ def cut_step(trial: Trial, layout: Layout, rank: Rank, dtype: torch.dtype, *, co
         for name in own:
             part[name] = local_positions(data[name], piece, columns, carries).view(*piece.shape, len(columns))
         datas.append({name: value.to(rank.device) for name, value in part.items()})
-    return Step(loss_fn, columns, pieces, datas, count_valid(datas, rank.groups.data), carries, clean, rank)
+    return Step(loss_fn, columns, pieces, datas, counts_of(datas, rank.groups.data), carries, clean, rank)
 
 
 def _columns(trial: Trial, layout: Layout, tp_rank: int) -> list[int | None]:
