@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
 import sys
-import typing
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -15,22 +13,17 @@ import torch
 from torch import Tensor
 
 from parallel_rl.cli.runs import import_modules
-from parallel_rl.config.described import described, is_family, sections_of
 from parallel_rl.experience import reward_function
-from parallel_rl.losses.registry import get_loss
 from parallel_rl.recipes import recipes
-from parallel_rl.servers.http_reward import HTTPRewardConfig
 from parallel_rl.testing import check_law
 from parallel_rl.testing.batches import make_batch
 from parallel_rl.testing.cases import alone, reduced_numbers
 from parallel_rl.testing.pool import run_world
-from parallel_rl.training.config.server import ServerConfig
-from parallel_rl.training.config.train import TrainConfig
 from tests.distributed.law import CASES
 from tests.slurm.faults import FAULTS
 from tests.training.helpers import CONFIGS, ROOT, train_rows
 from tools.figures import files
-from tools.reference import config, losses, metrics, pages
+from tools.reference import losses, metrics, pages
 from tools.reference.recipes import ONLY_HERE, OTHERS, other_systems
 
 PAGE = ROOT / "docs" / "adding_a_loss.md"
@@ -69,34 +62,6 @@ def test_the_pages_name_everything() -> None:
     unused = versions.keys() - {system for systems in others.values() for system in systems}
     assert not unused, f"no recipe names {sorted(unused)}; remove it from `versions` of {OTHERS.name}"
     assert all(re.search(r"\d", version) for version in versions.values()), "each of `versions` needs a number"
-
-
-def undescribed(section: type, path: str, seen: set[type]) -> Iterator[str]:
-    """List the keys of a config, of its sections and variants that no docstring describes."""
-    if section in seen:
-        return
-    seen.add(section)
-    classes = section.variants if is_family(section) else {"": section}
-    for variant, cls in classes.items():
-        texts = described(cls)
-        for name, hint in typing.get_type_hints(cls).items():
-            if name in {field.name for field in dataclasses.fields(cls)}:
-                if not texts.get(name):
-                    yield f"{path}{variant and f'({variant})'}.{name} ({cls.__name__})"
-                for below in sections_of(hint):
-                    yield from undescribed(below, f"{path}.{name}", seen)
-
-
-def test_every_key_and_option_is_described() -> None:
-    """Those of a run, which `train --help KEY` and docs/config.md show, and those of the losses, on their pages."""
-    seen: set[type] = set()
-    roots = {"run": TrainConfig, **{name: get_loss(name).config_class for name in losses.built_in()}}
-    missing = [name for path, root in roots.items() for name in undescribed(root, path, seen)]
-    assert missing == [], "describe them in the class's docstring: `name: ...`"
-    for section, page in config.ELSEWHERE.items():
-        if section in (ServerConfig, HTTPRewardConfig):
-            shown = (ROOT / "docs" / page).read_text(encoding="utf-8")
-            assert not {name for name in described(section) if f"`{name}`" not in shown}, page
 
 
 def unknown_metrics(names: Iterable[str]) -> set[str]:
