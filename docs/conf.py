@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -12,6 +14,8 @@ HERE = Path(__file__).parent
 _mathjax = find_spec("sphinx-mathjax-offline")
 assert _mathjax is not None and _mathjax.origin is not None, "install .ci/docs.txt: make docs-site does"
 
+# tutorials call torchrun and parallel-rl
+os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
 write(BUILT)  # before Sphinx looks for pages
 
 project, release, author = "parallel_rl", __version__, "The parallel_rl developers"
@@ -35,7 +39,8 @@ myst_enable_extensions = ["deflist"]
 myst_heading_anchors = 4
 myst_fence_as_directive = ["math"]
 nb_execution_mode = "force"
-nb_execution_timeout = 60
+nb_execution_timeout = 240  # a cell takes seconds; a busy machine takes many times as long
+nb_execution_in_temp = True
 nb_execution_raise_on_error = True
 nb_merge_streams = True
 

@@ -65,10 +65,8 @@ def test_a_run_from_the_shell(tmp_path: Path) -> None:
         "left",
     ):
         assert column in heading
-    rows = [
-        line.split() for line in lines[lines.index(heading) + 1 :] if line.split()[0].isdigit() and "s;" not in line
-    ]
-    assert [row[0] for row in rows] == ["1", "2"] and {len(row) for row in rows} == {11}
+    rows = [line.split() for line in lines[lines.index(heading) + 1 :] if line.split()[0].endswith("/2")]
+    assert [row[0] for row in rows] == ["1/2", "2/2"] and {len(row) for row in rows} == {11}
     folder = tmp_path / "here"
     logged = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in logged] == [1, 2]
@@ -346,7 +344,27 @@ def test_a_key_is_described(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", "-h", "rl.server"]) == 0
     text = capsys.readouterr().out
     assert "update_every (integer; default 1): steps from one" in text and "  timeout (number; default 600.0): " in text
+    for key, lines in {
+        "rl.server.url": ["default: required", "the least loaded gets the request"],
+        "rl.overlong": [
+            "name: dapo, stop_properly",
+            "max_length (integer; default required; with name: dapo): tokens of",
+        ],
+        "rl.overlong.buffer": ["values: integer", "with name: dapo"],
+        "rl.advantages.kl_coefficient": ["default: 0.0", "subtracted from the reward"],
+        "rl.advantages.lam": ["with name: gae"],
+        "data.train": ["values: section or text or list of text or null", "dataset (text; default required): a folder"],
+        "sampling": ["How completions are sampled.", "top_p (number or null; default null): sample among"],
+        "reward": ["default: exact_match", "headers (mapping; default {}): sent"],
+        "sft.batch_size": ["sequences per step"],
+    }.items():
+        assert main(["train", "--help", key]) == 0
+        text = capsys.readouterr().out
+        assert text.startswith(f"{key}\n  values: ") and all(line in text for line in lines), text
     for key, message in (
+        ("sampling.top_k.most", "sampling.top_k has no keys of its own here; its value is integer or `null`"),
+        ("rl.overlong.bufer", "there is no key 'bufer' in rl.overlong; did you mean 'buffer'?"),
+        ("", "there is no key ''; valid: batch, data, "),
         ("rl.stps", "there is no key 'stps' in rl; did you mean 'steps'?"),
         (
             "rl.loss.options.kind",

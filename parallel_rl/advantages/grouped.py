@@ -83,7 +83,11 @@ class GRPO(GroupedEstimator, name="grpo"):
 
 @dataclass(frozen=True, kw_only=True)
 class GroupNorm(GroupedEstimator, name="group_norm"):
-    """A_i = (r_i − mean) / (unbiased std + eps): GRPO with the eps of OpenRLHF and LightRFT."""
+    """A_i = (r_i − mean) / (unbiased std + eps): GRPO with the eps of OpenRLHF and LightRFT.
+
+    Attributes:
+        eps: added to the deviation.
+    """
 
     eps: float = 1e-9
 

@@ -21,8 +21,11 @@ OTHER_CONVERTERS = "mbridge and Megatron-Bridge convert more models"
 class RopeScaling:
     """Llama 3.1's scaling of rotary positions (rope_type "llama3"), in the names of config.json.
 
-    Wavelengths above original / low_freq_factor are multiplied by `factor`, those below original / high_freq_factor stay, what
-    lies between is interpolated.
+    Attributes:
+        factor: multiplies wavelengths above original / low_freq_factor.
+        low_freq_factor: see `factor`.
+        high_freq_factor: wavelengths below original / high_freq_factor stay. Between the two the scaling is interpolated.
+        original_max_position_embeddings: longest sequence before the scaling ("original" above).
     """
 
     factor: float
@@ -45,8 +48,9 @@ class Experts:
     """A mixture of experts in place of every layer's MLP.
 
     Attributes:
-        number, ffn_hidden: how many, and the width of each.
-        per_token: how many a token goes to.
+        number: experts per layer.
+        ffn_hidden: width of each expert.
+        per_token: experts that a token is routed to.
         normalised: the weights of a token's experts add up to 1 (norm_topk_prob).
     """
 

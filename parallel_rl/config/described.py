@@ -10,54 +10,122 @@ import typing
 from parallel_rl.config.strict import Variants, nearest
 
 
+@dataclasses.dataclass(frozen=True)
+class _Key:
+    """One key of a section, or of those variants of a family that share it."""
+
+    variants: tuple[str, ...]
+    values: str
+    default: str
+    about: str
+    sections: tuple[type, ...]
+
+
 def describe(root: type, dotted: str) -> str:
     """Describe the key or section `dotted` of the config `root`.
 
     Raises:
         ValueError: there is no such key; names the nearest one.
     """
-    cls, about = root, ""
-    for depth, key in enumerate(keys := dotted.split(".")):
-        hints = typing.get_type_hints(cls)
-        if key not in hints:
+    section, keys = root, dotted.split(".")
+    for depth, key in enumerate(keys):
+        valid, here = _keys(section), ".".join(keys[: depth + 1])
+        if key not in valid:
             where = f" in {'.'.join(keys[:depth])}" if depth else ""
-            raise ValueError(f"there is no key {key!r}{where}; {nearest(key, hints)}")
-        field = next(field for field in dataclasses.fields(cls) if field.name == key)
-        about = f"{dotted}\n  values: {type_text(hints[key])}\n  default: {default_text(field)}\n"
-        about += f"  {described(cls)[key]}\n" if key in described(cls) else ""
-        below = [one for one in (hints[key], *typing.get_args(hints[key])) if isinstance(one, type)]
-        families = [one for one in below if issubclass(one, Variants)]
-        sections = [one for one in below if dataclasses.is_dataclass(one)]
+            raise ValueError(f"there is no key {key!r}{where}; {nearest(key, valid)}")
+        sections = [one for entry in valid[key] for one in entry.sections]
         if depth == len(keys) - 1:
             break
-        if families or not sections:
-            raise ValueError(
-                f"{'.'.join(keys[: depth + 1])} has no keys of its own here; docs/reference/losses lists its options"
+        if not sections:
+            cure = (
+                "docs/reference/losses lists its options"
+                if key == "options"
+                else f"its value is {valid[key][0].values}"
             )
-        cls = sections[0]
-    for family in families:
-        about += f"  name: {', '.join(sorted(family.variants))}\n"
-    for section in sections:
-        about += f"\n{_section(section)}"
-    return about.replace("`", "").rstrip()
+            raise ValueError(f"{here} has no keys of its own here; {cure}")
+        section = sections[0]
+    lines = [dotted, *(line for entry in valid[key] for line in _entry(entry, section))]
+    for below in sections:
+        lines += ["", *_section(below)]
+    return "\n".join(lines).replace("`", "").rstrip()
 
 
-def _section(cls: type) -> str:
-    hints, texts = typing.get_type_hints(cls), dict[str, str]()
-    for base in (one for one in cls.__mro__ if dataclasses.is_dataclass(one)):
-        texts = described(base) | texts
-    lines = []
-    for field in dataclasses.fields(cls):
-        text = f": {texts[field.name]}" if field.name in texts else ""
-        lines.append(f"  {field.name} ({type_text(hints[field.name])}; default {default_text(field)}){text}")
-    return "\n".join(lines)
+def _keys(section: type) -> dict[str, list[_Key]]:
+    """Collect the keys of a section; variants that describe a key alike share one entry."""
+    classes: dict[str, type] = section.variants if is_family(section) else {"": section}
+    keys: dict[str, list[_Key]] = {}
+    for variant, cls in classes.items():
+        hints, texts = typing.get_type_hints(cls), described(cls)
+        for field in dataclasses.fields(cls):
+            hint = hints[field.name]
+            key = _Key(
+                (variant,), type_text(hint), default_text(field), texts.get(field.name, ""), tuple(sections_of(hint))
+            )
+            entries = keys.setdefault(field.name, [])
+            alike = [one for one in entries if dataclasses.replace(one, variants=key.variants) == key]
+            if alike:
+                entries[entries.index(alike[0])] = dataclasses.replace(key, variants=(*alike[0].variants, variant))
+            else:
+                entries.append(key)
+    return keys
+
+
+def _entry(key: _Key, section: type) -> typing.Iterator[str]:
+    yield f"  values: {key.values}"
+    yield f"  default: {key.default}"
+    if key.about:
+        yield f"  {key.about}"
+    if only := _only(key, section):
+        yield f"  with name: {only}"
+
+
+def _section(section: type) -> typing.Iterator[str]:
+    """List what a section is for and its keys, those of all variants of a family first."""
+    if is_family(section):
+        yield f"  name: {', '.join(sorted(section.variants))}"
+    elif text := about(section):
+        yield f"  {text}"
+    entries = [(name, key) for name, entries in _keys(section).items() for key in entries]
+    for name, key in sorted(entries, key=lambda entry: _only(entry[1], section)):
+        only = f"; with name: {_only(key, section)}" if _only(key, section) else ""
+        yield f"  {name} ({key.values}; default {key.default}{only}){f': {key.about}' if key.about else ''}"
+
+
+def _only(key: _Key, section: type) -> str:
+    """Name the variants that have a key, or return "" if all have it."""
+    return ", ".join(key.variants) if is_family(section) and len(key.variants) < len(section.variants) else ""
+
+
+def is_family(section: type) -> typing.TypeGuard[type[Variants]]:
+    """Return whether a class is a family of variants that a name chooses from."""
+    return issubclass(section, Variants) and not hasattr(section, "name")
+
+
+def sections_of(hint: object) -> list[type]:
+    """List the sections that a field may hold: dataclasses and families of variants."""
+    classes = [one for one in (hint, *typing.get_args(hint)) if isinstance(one, type)]
+    return [one for one in classes if dataclasses.is_dataclass(one) or issubclass(one, Variants)]
+
+
+def about(section: type) -> str:
+    """Return what a section is for: its docstring before the descriptions of its keys."""
+    text, marks = marks_of(section)
+    return (text[: marks[0].start()] if marks else text).replace("Attributes:", "").strip()
 
 
 def described(cls: type) -> dict[str, str]:
-    """Read the descriptions of a dataclass's fields from its docstring.
+    """Read the descriptions of a dataclass's fields from its docstring and those of its bases.
 
     They have the form "name: ...", or "name, other: ...".
     """
+    texts: dict[str, str] = {}
+    for base in cls.__mro__:
+        if dataclasses.is_dataclass(base):
+            texts = _described(base) | texts
+    return texts
+
+
+def _described(cls: type) -> dict[str, str]:
     text, marks = marks_of(cls)
     texts: dict[str, str] = {}
     for index, mark in enumerate(marks):
@@ -70,7 +138,7 @@ def described(cls: type) -> dict[str, str]:
 
 def marks_of(cls: type) -> tuple[str, list[re.Match[str]]]:
     """Return the docstring in one line, and the match of each description in it."""
-    names = [field.name for field in dataclasses.fields(cls)]
+    names = [field.name for field in dataclasses.fields(cls)] if dataclasses.is_dataclass(cls) else []
     one = "|".join(map(re.escape, sorted(names, key=len, reverse=True))) or "$^"
     text = " ".join((inspect.getdoc(cls) or "").split())
     return text, list(re.finditer(rf"(?<![\w.`])((?:{one})(?:, (?:{one}))*): ", text))
@@ -87,6 +155,8 @@ def default_text(field: dataclasses.Field) -> str:
         return f"`{value.name}`"
     if dataclasses.is_dataclass(value):
         return "its defaults"
+    if isinstance(value, str):
+        return f"`{value}`".replace("\n", "\\n")
     return {None: "`null`", True: "true", False: "false"}.get(value, f"`{value}`") if _plain(value) else f"`{value}`"
 
 
@@ -107,5 +177,7 @@ def type_text(hint: object) -> str:
         return " or ".join(type_text(arg) for arg in args)
     if args:
         return f"list of {type_text(args[0])}"
+    if isinstance(hint, type) and sections_of(hint):
+        return "name or section" if is_family(hint) else "section"
     names = {float: "number", int: "integer", bool: "true, false", str: "text"}
     return names.get(hint, getattr(hint, "__name__", str(hint)))  # type: ignore[call-overload]

@@ -46,7 +46,12 @@ class ClipCov(Surrogate, name="clip_cov"):
     """PPO's surrogate with the loss of a few high-covariance tokens set to 0.
 
     Of the step's valid tokens that PPO does not clip, with covariance within (low, high), max(⌊fraction·N⌋, 1) are drawn by
-    (seed, `sample_ids`, position), alike on any layout. Paper: arXiv 2505.22617.
+    (seed, `sample_ids`, position), alike on any layout.
+
+    clip_low, clip_high: PPO's ε on either side of 1.
+    fraction: share of the step's valid tokens.
+    low, high: range of the covariance, both excluded.
+    seed: seed of the choice. Paper: arXiv 2505.22617.
     """
 
     needs_statistics = True
@@ -97,7 +102,10 @@ class KLCov(Surrogate, name="kl_cov"):
     """x = −A·ρ + coefficient·|l − l_old| on the step's tokens with the largest covariance.
 
     These are max(⌊fraction·N⌋, 1) of the valid tokens. Equal covariances are penalised together, except 0: if all advantages
-    are equal nothing covaries. Paper: arXiv 2505.22617.
+    are equal nothing covaries.
+
+    fraction: share of the step's valid tokens.
+    coefficient: weight of the penalty. Paper: arXiv 2505.22617.
     """
 
     needs_statistics = True

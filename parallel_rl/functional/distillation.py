@@ -68,6 +68,8 @@ class JSD(Divergence, name="jsd"):
     """β·KL(p ‖ M) + (1 − β)·KL(q ‖ M), M = β·p + (1 − β)·q; at β = 0 forward KL, at β = 1 reverse KL.
 
     As in GKD (arXiv 2306.13649) these are the limits of JSD/β and JSD/(1 − β); JSD itself goes to 0 at both ends.
+
+    beta: β.
     """
 
     beta: float = 0.5
@@ -86,7 +88,10 @@ class JSD(Divergence, name="jsd"):
 
 @dataclass(frozen=True)
 class SkewForwardKL(Divergence, name="skew_forward_kl"):
-    """KL(p ‖ α·p + (1 − α)·q): forward KL that stays below −log α. Paper: DistiLLM, arXiv 2402.03898."""
+    """KL(p ‖ α·p + (1 − α)·q): forward KL that stays below −log α.
+
+    alpha: α. Paper: DistiLLM, arXiv 2402.03898.
+    """
 
     alpha: float = 0.1
 
@@ -100,7 +105,10 @@ class SkewForwardKL(Divergence, name="skew_forward_kl"):
 
 @dataclass(frozen=True)
 class SkewReverseKL(Divergence, name="skew_reverse_kl"):
-    """KL(q ‖ α·q + (1 − α)·p): reverse KL that stays below −log α. Paper: DistiLLM, arXiv 2402.03898."""
+    """KL(q ‖ α·q + (1 − α)·p): reverse KL that stays below −log α.
+
+    alpha: α. Paper: DistiLLM, arXiv 2402.03898.
+    """
 
     alpha: float = 0.1
 

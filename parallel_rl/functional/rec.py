@@ -24,6 +24,8 @@ class REC(Surrogate, name="rec"):
         A·e^{A/temperature} (advantage).
     regularizer: + coef·(l − l_old)² (k2), or − coef·l (forward-kl).
     epsilon_low, epsilon_high, epsilon_low_prime, epsilon_high_prime: the bounds; the primes are of "ring".
+    regularizer_coef: coef of the regulariser.
+    temperature: divides A in the weight "advantage".
 
     ρ is of single tokens and detached. Paper: arXiv 2509.24203.
     """

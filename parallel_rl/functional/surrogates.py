@@ -136,7 +136,9 @@ class DetachedSAPO(SAPO, name="sapo_detached"):
 class TOPR(Surrogate, name="topr"):
     """Tapered off-policy REINFORCE: x = −sg[α]·A·l, α = clip(ρ, 0, 1) where A ≤ threshold, else 1.
 
-    The paper's ρ is of the whole response: `ratio_level: sequence-sum`. Paper: arXiv 2503.14286.
+    The paper's ρ is of the whole response: `ratio_level: sequence-sum`.
+
+    advantage_threshold: the threshold. Paper: arXiv 2503.14286.
     """
 
     advantage_threshold: float = 0.0
@@ -151,6 +153,8 @@ class TOPR(Surrogate, name="topr"):
 class SPPO(Surrogate, name="sppo"):
     """Simple policy optimization of the log-ratio in a two-sided range (arXiv 2108.05828):
     x = −A·(l − l_old)·1[1/(1+ε) ≤ ρ ≤ 1+ε].
+
+    epsilon: ε.
     """
 
     epsilon: float = 0.3
@@ -170,7 +174,10 @@ class SPPO(Surrogate, name="sppo"):
 
 @dataclass(frozen=True)
 class OPMD(Surrogate, name="opmd"):
-    """Online policy mirror descent: x = −A·l / (1 + τ). Papers: arXiv 2505.17826 (appendix A), 2501.12599."""
+    """Online policy mirror descent: x = −A·l / (1 + τ).
+
+    tau: τ. Papers: arXiv 2505.17826 (appendix A), 2501.12599.
+    """
 
     uses_ratio = False
     tau: float = 1.0
@@ -187,7 +194,9 @@ class GMPO(Surrogate, name="gmpo"):
     """Geometric-mean policy optimization (arXiv 2507.20673), for aggregation "seq-mean-token-mean":
     x = −A·exp(mean_t y'), y' = s·min(s·y, s·clip(y, −ε_low, ε_high)), s = sign A, y = l − l_old.
 
-    The bounds are in log space; A must be constant over a sequence.
+    A must be constant over a sequence.
+
+    clip_low, clip_high: ε_low and ε_high, bounds of the log-ratio.
     """
 
     token_level = True
@@ -214,6 +223,8 @@ class CPGD(Surrogate, name="cpgd"):
     x = −A·l', l' = min(l, l_old + log(1 + ε_high)) where A > 0, else max(l, l_old + log(1 − ε_low)).
 
     The paper's drift term is the KL to l_old: `kl: {against: prev}`.
+
+    clip_low, clip_high: ε_low and ε_high.
     """
 
     token_level = True
@@ -243,7 +254,10 @@ class CPGD(Surrogate, name="cpgd"):
 @dataclass(frozen=True)
 class VESPO(Surrogate, name="vespo"):
     """Variational sequence-level soft policy optimization, as in TRL:
-    x = −sg[φ]·A·l, φ = W^k·exp(λ·(1 − W)), W = Π_t π/π_old. k and λ by the sign of A; log W is clamped to [log 1e-8, 20].
+    x = −sg[φ]·A·l, φ = W^k·exp(λ·(1 − W)), W = Π_t π/π_old. log W is clamped to [log 1e-8, 20].
+
+    k_pos, lambda_pos: k and λ where A ≥ 0.
+    k_neg, lambda_neg: k and λ where A < 0.
     """
 
     token_level = True

@@ -25,6 +25,11 @@ class MuScheduleConfig:
     """μ over the optimizer's steps: up from 0 to `peak`, then on a cosine down to `valley`.
 
     μ(s) = s/W·peak for s < W;  valley + (peak − valley)·½·(1 + cos(π·(s − W)/D)) for s < W + D;  then valley
+
+    peak: μ after the warm-up.
+    valley: μ at the end.
+    warmup_steps: W.
+    decay_steps: D.
     """
 
     peak: float = 0.1

@@ -19,6 +19,7 @@ class ImportanceConfig:
     level: one weight per token, turn or sequence; for a turn or sequence the geometric mean or the product.
     mode: "none": unchanged; "tis": clamp to [low, high]; "icepop": 0 outside; "seq-mask-tis": keep the token weights of
         sequences whose geometric mean lies within, 0 for the others. Denominators stay.
+    low, high: bounds of the weight.
     normalize: divide by its mean over the step, after the truncation.
     """
 
@@ -44,6 +45,7 @@ class RejectionRule:
 
     statistic: "k1" with bounds on the ratio π_prev/π_generation; with `high` alone "k2" = a²/2 and "k3" = e^a − 1 − a of its
         logarithm a, "tv" = |π_prev − π_generation|, and "binary_kl" = KL(π_generation ‖ π_prev) of "this token or another".
+    low, high: bounds of the statistic, both included.
     level: per token, or the sum, mean or maximum over its turn or sequence. "step" drops the tokens with the largest values
         until the mean over the rest of the step is at most `high`: M2PO (arXiv 2510.01161) is "k2" at this level with
         threshold 2·high; equal values are dropped together, and all tokens if all are too large.
@@ -118,6 +120,9 @@ class RejectionConfig:
 @dataclass(frozen=True)
 class OffPolicyMaskConfig:
     """Mask of drifted sequences: no surrogate if A < 0 and the sequence's mean of l_behaviour − l > delta.
+
+    delta: largest mean of l_behaviour − l that is kept, in nats.
+    behaviour: the log-probs compared with: of the step's start ("prev") or of the sampler ("generation").
 
     Paper: arXiv 2512.02556 (DeepSeek-V3.2).
     """

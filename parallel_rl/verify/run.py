@@ -100,7 +100,8 @@ def on_this_machine(
             f"a layout of {most} ranks: this machine starts {MAX_WORLD} at most; run it under torchrun or srun for more"
         )
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    console, terminal = Console(stderr=True), sys.stdout.isatty()  # a bar would take lines off a pipe
+    terminal = sys.stdout.isatty()  # a bar would take lines off a pipe
+    console = Console(stderr=True, force_terminal=sys.stderr.isatty())  # a notebook sets FORCE_COLOR
     drawn = show and console.is_terminal
     reports: list[Report] = []
     try:

@@ -17,8 +17,14 @@ MODULES = (
     "parallel_rl.losses",
     "parallel_rl.advantages",
     "parallel_rl.megatron",
+    "parallel_rl.megatron.hf",
     "parallel_rl.experience",
+    "parallel_rl.prefix_tree",
     "parallel_rl.testing",
+    "parallel_rl.compat.nemo_rl",
+    "parallel_rl.compat.lightrft",
+    "parallel_rl.compat.openrlhf",
+    "parallel_rl.compat.trinity",
 )
 _HEADS = ("Args", "Attributes", "Raises", "Returns", "Yields")
 

@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-import dataclasses
 import typing
-from collections.abc import Iterator
 
 from parallel_rl.advantages import AdvantageEstimator
-from parallel_rl.config.described import marks_of
-from parallel_rl.experience import Overlong
+from parallel_rl.config.described import about, is_family, sections_of
 from parallel_rl.losses.choice import LossConfig
+from parallel_rl.servers.http_reward import HTTPRewardConfig
 from parallel_rl.training.config.server import ServerConfig
 from parallel_rl.training.config.train import TrainConfig
 from tools.reference.markdown import options_table, page, variants
 
 # options that have a page of their own
 ELSEWHERE = {
-    LossConfig: "`{name: ..., options: {...}}`, see [Losses](reference/losses/index.md)",
-    AdvantageEstimator: "`{name: ..., ...}`, see [Advantages](reference/advantages.md)",
-    ServerConfig: "See [Sample from a rollout server](rollout_server.md)",
+    LossConfig: "reference/losses/index.md",
+    AdvantageEstimator: "reference/advantages.md",
+    ServerConfig: "rollout_server.md",
+    HTTPRewardConfig: "rewards.md",
 }
 INTRODUCTION = """# The keys of a run's config
 
@@ -27,6 +26,7 @@ Made by `make docs` from the dataclasses of `parallel_rl/training/config`; a tes
 A config is a YAML file with the sections below. It needs `run`, `tokenizer`, `data` and exactly one of `rl`, `preference`,
 `sft` and `distillation`. With `extends: FILE`, the keys of this file replace those of FILE. Relative paths start at the
 folder of the file that holds them. [Rewards](rewards.md) describes `reward`. In the tables, `null` is YAML's word for None.
+`sft` has the keys of `warmup`. The word *section* links to the section's keys.
 
 - Set a key on the command line: `--rl.optimizer.lr 1e-4`. Remove a section: `--evaluation null`.
 - Describe a key or a section: `parallel-rl train --help rl.server`.
@@ -36,36 +36,42 @@ folder of the file that holds them. [Rewards](rewards.md) describes `reward`. In
 
 
 def config_page() -> str:
-    """Write a section for each section of a config."""
-    seen: dict[type, str] = {}
-    sections = [
-        part
-        for name, hint in typing.get_type_hints(TrainConfig).items()
-        if name != "reward"
-        for cls in _dataclasses(hint)
-        for part in _section(name, cls, seen)
-    ]
-    return page(INTRODUCTION, *sections)
+    """Write the sections of a config, each class once, in the order in which they are first named."""
+    paths = _paths()
+    parts = [INTRODUCTION]
+    for cls, path in paths.items():
+        if cls is TrainConfig:
+            continue
+        level = "#" * (path.count(".") + 2)
+        parts.append(f"{level} `{path}`")
+        if is_family(cls):
+            parts.append(variants(cls, f"{level}#"))
+        else:
+            parts += [about(cls), options_table(cls, sections=_links(cls, paths))]
+    return page(*parts)
 
 
-def _section(path: str, cls: type, seen: dict[type, str]) -> Iterator[str]:
-    yield f"{'###' if '.' in path else '##'} `{path}`"
-    if cls in seen or cls in ELSEWHERE:
-        yield f"As `{seen[cls]}`." if cls in seen else ELSEWHERE[cls]
-        return
-    seen[cls] = path
-    if cls is Overlong:
-        yield variants(Overlong, "####")
-        return
-    text, marks = marks_of(cls)
-    about = text[: marks[0].start()] if marks else text
-    yield about.replace("Attributes:", "").strip()
-    yield options_table(cls)
-    for name, hint in typing.get_type_hints(cls).items():
-        for below in _dataclasses(hint):
-            yield from _section(f"{path}.{name}", below, seen)
+def _paths() -> dict[type, str]:
+    """Map each class of a section to the first key that holds it."""
+    paths: dict[type, str] = {}
+
+    def visit(cls: type, path: str) -> None:
+        if cls in paths or cls in ELSEWHERE:
+            return
+        paths[cls] = path
+        if is_family(cls):
+            return
+        for name, hint in typing.get_type_hints(cls).items():
+            for below in sections_of(hint):
+                visit(below, f"{path}.{name}".removeprefix("."))
+
+    visit(TrainConfig, "")
+    return paths
 
 
-def _dataclasses(hint: object) -> list[type]:
-    kinds = (hint, *typing.get_args(hint))
-    return [one for one in kinds if isinstance(one, type) and (dataclasses.is_dataclass(one) or one is Overlong)]
+def _links(cls: type, paths: dict[type, str]) -> dict[str, str]:
+    """Link the fields that hold a section to its heading or its page."""
+    held = {name: sections_of(hint) for name, hint in typing.get_type_hints(cls).items()}
+    return {
+        name: ELSEWHERE.get(below[0]) or f"#{paths[below[0]].replace('.', '')}" for name, below in held.items() if below
+    }

@@ -12,7 +12,7 @@ from types import MappingProxyType
 
 import yaml
 
-from parallel_rl.config.described import default_text, described, marks_of, type_text
+from parallel_rl.config.described import about, default_text, described, type_text
 from parallel_rl.config.strict import Variants
 
 ROOT = Path(__file__).parents[2]
@@ -31,11 +31,21 @@ def table(heading: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
     return "\n".join([line(heading), "|" + "---|" * len(heading), *(line(row) for row in rows)]) + "\n"
 
 
-def options_table(cls: type, skip: Iterable[str] = ()) -> str:
-    """Describe the fields of a dataclass but those of `skip`; empty without any."""
+def options_table(cls: type, skip: Iterable[str] = (), sections: Mapping[str, str] = MappingProxyType({})) -> str:
+    """Describe the fields of a dataclass but those of `skip`; empty without any.
+
+    The word "section" links to the address in `sections` for the field's name.
+    """
     texts, hints = described(cls), typing.get_type_hints(cls)
     rows = [
-        (f"`{field.name}`", default_text(field), type_text(hints[field.name]), texts.get(field.name, ""))
+        (
+            f"`{field.name}`",
+            default_text(field),
+            type_text(hints[field.name]).replace("section", f"[section]({sections[field.name]})")
+            if field.name in sections
+            else type_text(hints[field.name]),
+            texts.get(field.name, ""),
+        )
         for field in dataclasses.fields(cls)
         if field.name not in {*skip}
     ]
@@ -48,9 +58,7 @@ def nested_options(config: type, elsewhere: Iterable[type] = ()) -> str:
     for field, hint in typing.get_type_hints(config).items():
         for cls in (hint, *typing.get_args(hint)):
             if dataclasses.is_dataclass(cls) and isinstance(cls, type) and cls not in elsewhere:
-                text, marks = marks_of(cls)
-                about = text[: marks[0].start()] if marks else text
-                parts.append(f"`{field}` ({cls.__name__}): {about.strip()}\n\n{options_table(cls)}")
+                parts.append(f"`{field}` ({cls.__name__}): {about(cls)}\n\n{options_table(cls)}")
                 parts.append(nested_options(cls, elsewhere))
     return page(*parts)
 

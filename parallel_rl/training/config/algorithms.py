@@ -26,10 +26,12 @@ from parallel_rl.training.config.server import ServerConfig
 
 @dataclass(frozen=True)
 class SupervisedConfig:
-    """Steps on `data.examples`, `batch_size` sequences each: the warm-up, or supervised fine-tuning itself.
+    """Supervised steps on `data.examples`: the warm-up, or supervised fine-tuning itself.
 
-    loss: one that reads tokens only: nll (SFT), sft_is, sft_phi; or prm, a process reward model, which learns from
-        `data.solutions`.
+    steps: number of optimizer steps.
+    batch_size: sequences per step.
+    optimizer: AdamW of this phase.
+    loss: a loss of tokens: nll (SFT), sft_is, sft_phi; or prm, a process reward model, which learns from `data.solutions`.
     """
 
     steps: int
@@ -63,8 +65,9 @@ class SupervisedConfig:
 class CriticConfig:
     """A value function of the policy's shape with a scalar head, which starts as a copy of the policy's trunk.
 
-    loss: one on a scalar head that reads `values` and `returns`. It makes as many optimizer steps as the policy, and
-    `warmup_steps` steps of the run are its alone.
+    optimizer: AdamW of the critic. It makes as many optimizer steps as the policy.
+    loss: a loss on a scalar head that reads `values` and `returns`.
+    warmup_steps: first steps of the run in which the critic alone is trained.
     """
 
     optimizer: OptimizerConfig
@@ -89,7 +92,8 @@ class CriticConfig:
 class KLControllerConfig:
     """An adaptive coefficient of the KL in the reward (arXiv 1909.08593), see `experience.AdaptiveKLController`.
 
-    target: of the mean KL of a token. horizon: in samples; the larger, the slower the coefficient moves.
+    target: mean KL of a token that the coefficient aims at.
+    horizon: number of samples; the larger, the slower the coefficient moves.
     """
 
     target: float
@@ -118,25 +122,25 @@ class RLConfig:
 
     Attributes:
         steps: number of steps after the warm-up.
-        prompts, group_size: prompts a step and samples a prompt; with recorded rollouts their product is the sequences a step.
+        prompts: prompts per step.
+        group_size: samples per prompt. With recorded rollouts, prompts × group_size is the number of sequences per step.
+        optimizer: AdamW of the policy.
         updates: optimizer steps on one step's samples.
         prev_logprobs: "recompute" runs the training forward before the first update; "generation" takes the recorded ones.
         record: writes each step's samples to rollouts/step_<number>_<data rank>.jsonl in the run's folder, to train on later
             (`data.rollouts`).
-        dynamic_sampling: which prompts stay, by the mean reward of their samples; others take the places of those that do not
-            (DAPO).
-        overlong: what becomes of the rewards of long or truncated completions.
-        failed_samples: what becomes of samples whose reward function fails or whose log-probs are no finite numbers.
-        server: where the samples come from when the trainer does not draw them itself.
-        experts: demonstrations from `data.examples` beside the samples of each step, for a loss that reads `expert_mask`.
-        advantages: an estimator by its name, with its options, see `parallel_rl.advantages`.
-        reward_kl: how the KL to the reference policy is estimated that `advantages.kl_coefficient` takes from the reward.
-        kl_controller: leads that KL to a target by the coefficient, which starts at `advantages.kl_coefficient`.
+        dynamic_sampling: replace prompts whose samples have too low or too high a mean reward (DAPO). null: keep all.
+        overlong: change the rewards of long or truncated completions. null: keep them.
+        failed_samples: what happens to samples whose reward function fails or whose log-probs are not finite.
+        server: rollout servers that draw the samples. null: the trainer draws them.
+        experts: demonstrations from `data.examples` added to the samples of each step, for a loss that reads `expert_mask`.
+        advantages: advantage estimator and its options.
+        reward_kl: estimator of the KL to the reference policy that `advantages.kl_coefficient` subtracts from the reward.
+        kl_controller: adapts that coefficient to reach a target KL. It starts at `advantages.kl_coefficient`.
         critic: a value function, for an estimator that reads `values`.
-        teacher: a checkpoint folder of a model of the same shape and vocabulary, for an estimator or a loss that reads
-            `teacher_token_logprobs` (on-policy distillation, `advantages.teacher_kl`) or a loss that reads `teacher_logits`;
-            relative to the config file.
-        loss: any registered loss that reads what there is.
+        teacher: checkpoint folder of a model of the same shape and vocabulary, relative to the config file. For an estimator or
+            loss that reads `teacher_token_logprobs` (on-policy distillation) or a loss that reads `teacher_logits`.
+        loss: any registered loss whose fields the trainer provides.
     """
 
     steps: int
@@ -256,15 +260,18 @@ class RLConfig:
 
 @dataclass(frozen=True)
 class DistillationConfig:
-    """Steps towards a teacher's distributions on `batch_size` sequences each.
+    """Steps towards a teacher's distributions.
 
-    teacher: a checkpoint folder of a model of the same shape and vocabulary; relative to the config file.
-    rows: "examples" are demonstrations from `data.examples`; "policy" are the student's own completions of `data.train`
+    steps: number of optimizer steps.
+    batch_size: sequences per step.
+    optimizer: AdamW of the student.
+    teacher: checkpoint folder of a model of the same shape and vocabulary, relative to the config file.
+    rows: "examples" are demonstrations from `data.examples`. "policy" are the student's own completions of `data.train`
         (on-policy distillation, GKD).
-    server: where the student's completions come from when the trainer does not draw them itself.
-    top_k: the teacher gives its likeliest words of each token in place of its whole distribution, for a loss that reads
-        `teacher_topk_logits` and `teacher_topk_indices`. None: not.
-    loss: one that reads `teacher_logits`, or what `top_k` gives.
+    server: rollout servers that draw the student's completions. null: the trainer draws them.
+    top_k: keep the teacher's k most likely tokens per position, for a loss that reads `teacher_topk_logits` and
+        `teacher_topk_indices`. null: the whole distribution.
+    loss: a loss that reads `teacher_logits`, or the fields that `top_k` provides.
     """
 
     steps: int

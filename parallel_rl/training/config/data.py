@@ -16,9 +16,9 @@ class DatasetSource:
     Attributes:
         dataset: a folder that `save_to_disk` wrote, a file (csv, json, jsonl, parquet, arrow, also compressed), a folder of
             such files, or a name of the hub.
-        name: of a configuration of the data set.
-        split: that is read.
-        revision: a commit of the hub's data set, which stays the same; null is the newest.
+        name: configuration of the data set, such as gsm8k's "main".
+        split: split that is read.
+        revision: commit of the hub's data set. null: the newest, which may change.
     """
 
     dataset: str
@@ -69,38 +69,38 @@ FORM_NAMES = (
 
 @dataclass(frozen=True)
 class DataConfig:
-    """JSONL and Parquet files, relative to the config file; which are needed depends on the main section.
+    """JSONL and Parquet files, relative to the config file. The main section decides which are needed.
 
     Each is a path, a pattern (`shard_*.parquet`, `part_{000..127}.jsonl`), a list of them, or a data set that the library
-    `datasets` reads: {dataset: gsm8k, name: main, split: train}. They are read a window at a time,
-    however large they are; all but held_out and rollouts are shuffled in each pass.
+    `datasets` reads: {dataset: gsm8k, name: main, split: train}. Files of any size are read a window at a time. All but
+    held_out and rollouts are shuffled in each pass.
 
     Attributes:
         train: prompts with answers to sample from.
         held_out: prompts with answers for the evaluation.
         examples: demonstrations for the warm-up and for SFT.
         pairs: preference pairs for DPO.
-        answers: single answers that are labelled good or bad, for KTO.
-        solutions: answers in steps that are labelled good or bad, for a process reward model (PRM).
-        rollouts: recorded rollouts, trained on instead of sampling, in the order of the files.
-        columns: the column of each field that the files name otherwise, with dots into nested ones, as in {prompt: question,
-            answer: reward_model.ground_truth}; {examples.prompt: ask} is of one source alone. Then the files may have more
-            columns, which a reward function gets.
-        form: the form of another framework that the records have, such as ultrafeedback, alpaca, sharegpt or verl; null: the
-            first record of each source tells. With a form that is named, columns that it does not read are left aside.
-        map: a function of your own, module:function in a module that --import names, that is called with each record first. It
-            returns the record to read, a list of records, or None, which leaves the record out; always the same for a record.
-        too_long: what becomes of a prompt, an example or a pair that the model, a micro-batch or max_length has no room for:
-            "error", "drop" leaves it out of the order, "truncate" cuts the end of answers and the beginning of prompts.
-        max_length: tokens of the longest sequence, beside what the model and a micro-batch have room for; of a prompt with
+        answers: single answers labelled good or bad, for KTO.
+        solutions: answers in steps labelled good or bad, for a process reward model (PRM).
+        rollouts: recorded rollouts to train on instead of sampling, in the order of the files.
+        columns: column of each field that your files name differently, with dots into nested ones: {prompt: question, answer:
+            reward_model.ground_truth}. {examples.prompt: ask} renames in one source only. Reward functions get extra columns.
+        form: form of the records, such as ultrafeedback, alpaca, sharegpt or verl; columns that the form does not read are
+            ignored. null: detected from the first record of each source.
+        map: a function of your own, module:function (with --import), called with each record first. It returns a record, a list
+            of records, or None to leave the record out, and always the same for the same record.
+        too_long: what happens to a prompt, example or pair that does not fit the model, a micro-batch or max_length. "error"
+            ends the run, "drop" leaves it out, "truncate" cuts the end of answers and the beginning of prompts.
+        max_length: longest sequence in tokens, if shorter than the model and a micro-batch allow. A prompt counts with
             sampling.max_new_tokens.
-        invalid: what becomes of a pair with equal or empty answers, and of a labelled answer that is empty: "error", or "drop"
-            leaves it out of the order.
-        system: the system text of conversations that have none.
-        step_separator: a text behind each step of a solution; the step's label stands on its last token.
-        mask_history: of an example's `messages` learn the last answer alone, not every one.
-        buffer_megabytes: what of each is held in memory, and shuffled, at a time; one block (a Parquet row group) at least.
-        check_gigabytes: how much of each is checked before the run, in blocks spread evenly over it; what lies between is
+        invalid: what happens to a pair with equal or empty answers, and to an empty labelled answer: "error" ends the run,
+            "drop" leaves it out.
+        system: system text of conversations that have none.
+        step_separator: text after each step of a solution. The step's label belongs to its last token.
+        mask_history: learn only the last answer of an example's `messages`. false: every answer.
+        buffer_megabytes: data of each source that is held in memory and shuffled at a time; at least one block (a Parquet row
+            group).
+        check_gigabytes: data of each source that is checked before the run, in blocks spread evenly over it. The rest is
             checked when it is read. `held_out` is always checked whole.
     """
 

@@ -15,27 +15,33 @@ from parallel_rl.training.tokenizer.protocol import Vocabulary
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """A decoder of megatron-core: from a Hugging Face folder, or drawn in the sizes that are given.
+    """A decoder of megatron-core: from a Hugging Face folder, or with random weights in the given sizes.
 
     Attributes:
         hf: a folder with config.json and safetensors (llama, mistral, qwen2, qwen3, qwen3_moe); relative to the config file.
-            The run starts from its weights, and its config.json says everything up to `aux_loss`.
-        layers, hidden, heads, query_groups, ffn_hidden, head_dim: sizes; None is Megatron's default.
-        vocab_size: words of the model, at least those of the tokenizer; None: as many.
-        max_positions: the longest sequence, padding for the layout included.
-        position: rotary, or a learned table of `max_positions` rows.
-        rope_base, rope_scaling: of rotary positions; the scaling is Llama 3.1's.
+            The run starts from its weights. Its config.json sets every key up to `aux_loss`.
+        layers: number of layers.
+        hidden: width of the hidden states.
+        heads: attention heads.
+        query_groups: key-value heads (GQA). null: as many as `heads`.
+        ffn_hidden: width of the MLP. null: 4 × hidden, or 8/3 × hidden if gated.
+        head_dim: width of a head. null: hidden / heads.
+        vocab_size: vocabulary of the model, at least that of the tokenizer. null: the tokenizer's.
+        max_positions: longest sequence, padding for the layout included.
+        position: rotary positions, or a learned table of `max_positions` rows.
+        rope_base: base of rotary positions.
+        rope_scaling: Llama 3.1's scaling of rotary positions.
         gated: SwiGLU instead of GELU.
-        qk_norm: norms of queries and keys. qkv_bias: biases of queries, keys and values.
-        norm_epsilon: in the root of every norm.
-        experts: a mixture of them in place of every MLP.
-        tie_embeddings: the LM head is the embedding.
+        qk_norm: normalise queries and keys.
+        qkv_bias: add biases to queries, keys and values.
+        norm_epsilon: added to the variance in every norm.
+        experts: a mixture of experts in place of every MLP.
+        tie_embeddings: the LM head shares the embedding's weights.
         aux_loss: coefficient of the auxiliary loss that balances experts.
-        recompute: activations that are computed again in the backward; null keeps them all.
-        init_std: of the drawn weights.
-        vocab_multiple: the vocabulary is padded to a multiple of this × tensor.
-        fused_head: losses and log-probs come from hidden states, projected to the vocabulary a chunk at a time: logits never
-            exist whole.
+        recompute: activations that the backward recomputes. null: none.
+        init_std: standard deviation of the random initial weights.
+        vocab_multiple: pad the vocabulary to a multiple of this × tensor.
+        fused_head: compute losses and log-probs from hidden states, a chunk of tokens at a time. Logits are never whole.
     """
 
     hf: str | None = None

@@ -14,12 +14,13 @@ from parallel_rl.training.config.sections import OptimizerConfig
 class PreferenceConfig:
     """Steps on `data.pairs` or `data.answers`.
 
-    pairs: pairs of a step.
-    answers: labelled answers of a step, for a loss that reads labels (kto); if its baseline is "mismatched", each prompt
+    steps: number of optimizer steps.
+    optimizer: AdamW of the policy or reward model.
+    pairs: pairs per step.
+    answers: labelled answers per step, for a loss that reads labels (kto). If its baseline is "mismatched", each prompt
         also makes a row with the answer of another record of the step.
-    loss: one of log-probs (dpo, simpo, cpo, orpo, ...), one of labelled rows (kto; of pairs the chosen are desirable, the
-        rejected undesirable, and each prompt with the next pair's chosen answer is a mismatched row), or one of a scalar
-        head (preference), which the model then has in place of logits.
+    loss: a loss of pairs (dpo, simpo, cpo, orpo, ...), of labelled rows (kto, which takes chosen answers as desirable and
+        rejected ones as undesirable), or of a scalar head in place of logits (preference).
     """
 
     steps: int

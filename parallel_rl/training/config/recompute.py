@@ -8,15 +8,14 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class RecomputeConfig:
-    """Activations that the backward computes again instead of keeping them, in Megatron's words; the numbers stay the same.
+    """Activations that the backward recomputes instead of keeping them, in Megatron's words. Numbers stay the same.
 
     Attributes:
-        granularity: "full" keeps the inputs of layers, "selective" all but what happens inside `modules`.
-        method: of "full": "uniform" keeps the input of each `num_layers` layers (the default, with 1), "block" recomputes the
-            first `num_layers` layers of a stage and keeps everything of the others.
-        num_layers: of "full".
-        modules: of "selective": parts of a layer; the core attention alone where none are given. "layernorm" needs Transformer
-            Engine.
+        granularity: "full" keeps the inputs of layers only, "selective" recomputes the inside of `modules`.
+        method: for "full": "uniform" keeps the input of each `num_layers` layers, "block" recomputes the first `num_layers`
+            layers of a stage and keeps the others whole. null: "uniform".
+        num_layers: for "full": see `method`. null: 1.
+        modules: for "selective": parts of a layer. None: the core attention. "layernorm" needs Transformer Engine.
     """
 
     granularity: Literal["full", "selective"] = "full"

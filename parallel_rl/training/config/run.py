@@ -15,19 +15,19 @@ class RunConfig:
 
     Attributes:
         dir: folder of metrics.jsonl, tensorboard/, checkpoints/ and curves.png.
-        seed: of the weights, the order of the data and the draws.
-        dtype: of parameters and activations; bfloat16 trains on float32 master weights.
-        resume: "auto" continues from the folder's newest checkpoint; "never" starts over and replaces what the folder holds
-            (a Slurm job does so once; when it is requeued, it goes on); what no run made there is an error, and stays.
+        seed: seed for weight initialisation, data order and sampling.
+        dtype: precision of parameters and activations. bfloat16 trains on float32 master weights.
+        resume: "auto" continues from the folder's newest checkpoint. "never" starts over and replaces the folder's run; a Slurm
+            job does so once and resumes when it is requeued. Files that no run made are never removed: they are an error.
         checkpoint_every: steps between checkpoints; 0 saves after the warm-up and at the end only.
-        keep_checkpoints: how many of the newest stay.
+        keep_checkpoints: number of newest checkpoints that are kept.
         keep_every: never delete checkpoints whose step in the phase is a multiple of this (0: none).
-        timeout: seconds that a rank waits in one collective; then the run ends and names the rank that did not come. Above the
-            longest that ranks may differ: one of them asks a slow reward function, for instance.
-        loggers: what takes the rows beside metrics.jsonl: tensorboard, wandb, mlflow, trackio, and what modules register by
-            `register_logger` that the command's --import names; null is tensorboard, if it is installed.
-        init_from: a checkpoint folder (".../step_000100") whose weights replace the drawn ones; relative to the config file.
-            Its checksums are against accidents, not people.
+        timeout: seconds that a rank waits in one collective. After that the run ends and names the missing rank. Set it above
+            the longest time by which ranks may differ, for instance in a slow reward function.
+        loggers: tensorboard, wandb, mlflow, trackio, or names that your own module registers (`register_logger`, --import).
+            They receive the rows of metrics.jsonl. null: tensorboard, if it is installed.
+        init_from: a checkpoint folder (".../step_000100") with the initial weights; relative to the config file. Its checksums
+            protect against accidents, not against people.
     """
 
     dir: str

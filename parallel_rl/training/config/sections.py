@@ -16,16 +16,19 @@ DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.
 
 @dataclass(frozen=True)
 class ParallelConfig:
-    """Sizes of the parallel dimensions, and what data and context ranks share; the last two as Megatron's DDP has them.
+    """Sizes of the parallel dimensions, and options of Megatron's DDP.
 
     Attributes:
-        tensor, context, pipeline: sizes; what remains of the world is data parallel, or exactly `data` where that is given.
+        tensor: tensor parallel size: ranks that split each matrix and the vocabulary.
+        context: context parallel size: ranks that split each sequence.
+        pipeline: number of pipeline stages.
+        data: data parallel size, as a check. null: the ranks of the world that tensor × context × pipeline leaves.
         sequence_parallel: tensor ranks split the hidden states between matrix products.
-        use_distributed_optimizer: data × context ranks each hold a part of the optimizer's moments and master weights
-            (ZeRO-1), and of the reduced gradients; the weights after a step are the same ones. Checkpoints are the same, too.
-        expert, expert_tensor: ranks of a pipeline stage that share a layer's experts out, and those that share each expert's
-            matrices (None: `tensor`).
-        overlap_grad_reduce: gradients are reduced over them while the backward goes on.
+        use_distributed_optimizer: ZeRO-1: data × context ranks each hold a part of the optimizer's moments, master weights and
+            reduced gradients. Weights and checkpoints stay the same.
+        overlap_grad_reduce: reduce gradients over data × context ranks during the backward.
+        expert: expert parallel size: ranks of a pipeline stage over which a layer's experts are distributed.
+        expert_tensor: ranks that split each expert's matrices. null: as `tensor`.
     """
 
     tensor: int = 1
@@ -82,15 +85,14 @@ class BatchConfig:
     """Micro-batches: how the sequences of a step reach the model.
 
     Attributes:
-        micro_batch_size: sequences at a time, in the order of the data; 64 where `tokens` is not given either.
-        packing: they stand one after the other in one row, instead of being padded to one width.
-        tokens: what a packed row holds at most, padding included. Sequences then go to the data ranks such that their tokens
-            are as many on each, and into rows by first-fit decreasing; pairs stay together. Each row of metrics then has
-            `packing_efficiency` (true tokens over what all packed rows could hold), `padding_fraction` (of what they do hold)
-            and `data_imbalance` (tokens of the fullest data rank over their mean).
-        share_prefixes: a packed row holds tokens that its sequences share, such as a prompt, once (prefix trees). `tokens` then
-            counts these once, too, and the samples of a prompt go to one data rank. Each row of metrics then has
-            `tokens_computed` (of the rows), `tokens_trained` (of the sequences) and `shared` (the part that is saved).
+        micro_batch_size: sequences per micro-batch, in the order of the data. null: 64, unless `tokens` is given.
+        packing: concatenate the sequences of a micro-batch in one row instead of padding them to one width.
+        tokens: capacity of a packed row in tokens, padding included. Sequences are distributed so that each data rank has about
+            as many tokens, and fill rows by first-fit decreasing; pairs stay together. Adds the metrics `packing_efficiency`,
+            `padding_fraction` and `data_imbalance`.
+        share_prefixes: compute tokens that the sequences of a packed row share, such as a prompt, once (prefix trees). `tokens`
+            counts them once, and the samples of a prompt go to one data rank. Adds the metrics `tokens_computed`,
+            `tokens_trained` and `shared`.
     """
 
     micro_batch_size: int | None = None
@@ -121,15 +123,21 @@ class BatchConfig:
 
 @dataclass(frozen=True)
 class OptimizerConfig:
-    """AdamW (arXiv 1711.05101) with the gradient clipped to the norm `clip` (None: not).
-
-    The rate rises over the first `warmup_steps` of the phase, then stays or falls on a cosine to `final_fraction` of it.
+    """AdamW (arXiv 1711.05101), its learning rate schedule and gradient clipping.
 
     Attributes:
-        on_nonfinite: a gradient norm that is not finite, or above `spike`, ends the run ("error"), or leaves the weights as
-            they are ("skip"); either way the last checkpoint is good. A row counts its `skipped_updates`.
-        max_skips: so many one after the other are left out; one more ends the run.
-        spike: None: any finite norm is good.
+        lr: peak learning rate.
+        warmup_steps: updates of the phase over which the rate rises linearly.
+        schedule: after the warm-up the rate stays ("constant"), or falls on a cosine to the end of the phase.
+        final_fraction: rate at the end of "cosine", as a fraction of `lr`.
+        betas: decay rates of the two moments.
+        eps: added to the denominator.
+        weight_decay: decoupled weight decay.
+        clip: largest norm of the gradient; larger gradients are scaled down. null: no clipping.
+        on_nonfinite: what happens if the gradient norm is not finite, or above `spike`: "error" ends the run, "skip" leaves out
+            the update and counts it (`skipped_updates`). Either way the last checkpoint is good.
+        max_skips: consecutive updates that "skip" leaves out; one more ends the run.
+        spike: gradient norm above which `on_nonfinite` applies. null: any finite norm is good.
     """
 
     lr: float
@@ -162,16 +170,16 @@ class OptimizerConfig:
 
 @dataclass(frozen=True)
 class SamplingConfig:
-    """Sampling of rollouts: at most so many new tokens, and from which distribution.
+    """How completions are sampled.
 
-    Log-probs of the policy in RL, old ones and those of the loss, are of the same truncated distribution: a token that one of
-    them does not keep leaves the mask (the metric dropped_tokens). What is compared with a frozen model is never truncated.
+    In RL, the policy's log-probs (old ones and those of the loss) are of the same truncated distribution. A token outside of it
+    leaves the mask (metric `dropped_tokens`). Log-probs that are compared with a frozen model are never truncated.
 
     Attributes:
-        max_new_tokens: of a completion.
-        temperature: of the softmax.
-        top_k: draws are among the k likeliest words; None: among all.
-        top_p: and among the likeliest of these that together hold the fraction p; None: among all.
+        max_new_tokens: longest completion, in tokens.
+        temperature: divides the logits before the softmax.
+        top_k: sample among the k most likely tokens. null: among all.
+        top_p: sample among the most likely tokens that together have probability p, of those that `top_k` leaves. null: all.
     """
 
     max_new_tokens: int = 8
@@ -193,13 +201,15 @@ class SamplingConfig:
 
 @dataclass(frozen=True)
 class EvaluationConfig:
-    """Mean reward of `samples` completions per held-out prompt, before and after, and every `every` steps (0: not between).
+    """Mean reward of completions of `data.held_out`, before the first step, during the run and at its end.
 
-    With several samples each row has mean@n and pass@k, too, of all prompts and of each source (`experience.pass_at_k`).
+    With several samples, rows also have mean@n and pass@k of all prompts and of each source (`experience.pass_at_k`).
 
     Attributes:
-        passing: a completion passes with at least this reward.
-        show: how many prompts are printed after each evaluation with their first completion, its reward and the answer.
+        samples: completions per held-out prompt.
+        every: steps between evaluations; 0: before and after the phase only.
+        passing: reward from which a completion counts as passing, for pass@k.
+        show: prompts that are printed after each evaluation, with their first completion, its reward and the answer.
     """
 
     samples: int = 1

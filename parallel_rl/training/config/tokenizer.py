@@ -17,15 +17,15 @@ AUTO = "auto"
 
 @dataclass(frozen=True)
 class TokenizerConfig:
-    """Either `alphabet` or `hf`; the rest is of the folder's chat template.
+    """Either `alphabet` or `hf`. The other keys configure the chat template of `hf`.
 
     Attributes:
-        alphabet: every character that the data uses; "auto": those that the data has when the run begins.
+        alphabet: every character that the data uses. "auto": the characters of the data when the run begins.
         hf: a folder with tokenizer.json, tokenizer_config.json and the like; relative to the config file.
-        chat: prompts and answers go through the folder's chat template; null: where it has one.
-        template: which of several templates.
-        variables: what the template reads beside the messages, such as {enable_thinking: false}.
-        date: what the template takes for today (2026-01-31); a run that goes on later has the same prompts.
+        chat: true: prompts and answers go through the folder's chat template. null: if it has one.
+        template: name of the chat template, if the folder has several.
+        variables: extra variables of the template, such as {enable_thinking: false}.
+        date: the date that the template takes for today (2026-01-31). A run that is resumed later keeps its prompts.
     """
 
     alphabet: str | None = None

@@ -31,8 +31,20 @@ OBJECTIVES = ("rl", "preference", "sft", "distillation")
 class TrainConfig:
     """A whole run: a supervised warm-up (optional), then one of `rl`, `preference`, `sft` and `distillation`.
 
-    `reward` is a checker's name, or a server by its URL or its options (`HTTPRewardConfig`), or one of these for each `source`
-    of the prompts.
+    run: folder, seed, precision and checkpoints.
+    tokenizer: characters, or a Hugging Face folder.
+    data: files and data sets.
+    reward: name of a reward function, URL or options of a reward server, or one of these for each `source` of the prompts.
+    model: sizes of the model, or a Hugging Face folder.
+    parallel: sizes of the parallel dimensions.
+    batch: size and packing of micro-batches.
+    sampling: temperature and truncation of completions.
+    evaluation: held-out evaluation. null: none.
+    warmup: supervised steps before the main phase. null: none.
+    rl: reinforcement learning.
+    preference: preference pairs or labelled answers.
+    sft: supervised fine-tuning.
+    distillation: distillation from a teacher.
     """
 
     run: RunConfig

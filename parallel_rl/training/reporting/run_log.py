@@ -78,7 +78,9 @@ class RunLog:
         self._file = self.path.open(
             "ab", buffering=0
         )  # a buffer would keep what a full disk refused, and write it later
-        self.console = Console(highlight=False, width=None if sys.stdout.isatty() else 160)
+        # not rich's own guess: a notebook sets FORCE_COLOR, and its cells show every frame of a bar
+        terminal = sys.stdout.isatty()
+        self.console = Console(highlight=False, force_terminal=terminal, width=None if terminal else 160)
         self._loggers = Loggers(loggers, RunInfo(folder, config or {}, after), self.say)
 
     def __enter__(self) -> RunLog:
@@ -174,11 +176,12 @@ class RunLog:
             if title in shown and (key in row or title == "held-out")
         ]
         columns = _fitting(columns, self.console.width - max(11, len(phase) + 5) - 11)
+        of_all = f"{step}/{self._steps}" if self._steps else f"{step}"
         heading = "  ".join([f"{phase:>6} step", *(f"{title:>9}" for title, _, _ in columns), "     left"])
         if heading != self._heading:
             self._heading = heading
             self.say(heading)
-        cells = [f"{step:>{len(phase) + 5 if len(phase) > 6 else 11}}"]
+        cells = [f"{of_all:>{max(len(phase) + 5, 11)}}"]
         for _, name, style in columns:
             cells.append(f"{row[name]:>9{style}}" if name in row else " " * 8 + "·")
         a_step = (time.monotonic() - self._began) / max(step - self._first, 1)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 from pathlib import Path
 
@@ -152,20 +151,6 @@ def test_rows_survive_a_kill_and_a_resume(tmp_path: Path) -> None:
     with RunLog(tmp_path, "rl", active=False, after=None) as log:  # another rank
         log.step("rl", 9, {"loss": 1.0})
     assert [row["step"] for row in read_metrics(tmp_path / "metrics.jsonl")] == [1, 2]
-
-
-def test_a_terminal_gets_a_progress_bar_and_a_file_does_not(tmp_path: Path) -> None:
-    shown = []
-    for terminal in (True, False):
-        log = RunLog(tmp_path, "rl", active=True, after=None)
-        screen = io.StringIO()
-        log.console = type(log.console)(file=screen, force_terminal=terminal, width=160)
-        with log:
-            log.phase("rl", 7, 0)
-            log.step("rl", 1, {"reward": 0.25, "loss": 0.5, "tokens_per_second": 1.0})
-        shown.append(screen.getvalue())
-    assert "1/7" in shown[0] and "━" in shown[0]
-    assert "1/7" not in shown[1] and "\x1b" not in shown[1] and "0.250" in shown[1]
 
 
 def test_no_picture_of_nothing(tmp_path: Path) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import os
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -30,6 +32,28 @@ def test_a_start_that_was_given_up_writes_nothing_into_the_next_one_s_record(tmp
     assert [(row["step"], row["loss"]) for row in read_metrics(tmp_path / "metrics.jsonl")] == [(1, 1.0), (2, 20.0)]
     for log in (old, new):
         log.__exit__(None, None, None)
+
+
+def test_a_terminal_has_a_bar_and_a_log_plain_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Step of all, time left, reward and loss in both; FORCE_COLOR, which notebooks set, makes no terminal of a pipe."""
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("TERM", "xterm")
+    output = {}
+    for name, (reader, writer) in {"terminal": os.openpty(), "log": os.pipe()}.items():
+        with monkeypatch.context() as patched, open(writer, "w") as stdout:
+            patched.setattr("sys.stdout", stdout)
+            with RunLog(tmp_path / name, "rl", active=True, after=None, loggers=[]) as log:
+                log.phase("rl", 20, 0)
+                log.step("rl", 1, {"reward": 0.25, "loss": 0.5})
+            stdout.flush()
+            output[name] = os.read(reader, 100_000).decode()
+        os.close(reader)
+    for text in output.values():
+        assert re.search(
+            r"rl step +reward +held-out +loss +left\r?\n.* 1/20 +0.250 +· +0.50000 +\d:\d\d:\d\d", text, re.S
+        )
+    assert "\x1b" not in output["log"] and "━" not in output["log"]
+    assert "━" in output["terminal"] and "1/20" in output["terminal"].rpartition("━")[2]
 
 
 def _record(folder: Path, lines: str) -> Path:
