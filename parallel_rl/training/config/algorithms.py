@@ -1,4 +1,4 @@
-"""The main sections of a config, one of which a run has: how many steps, on which data, by which loss."""
+"""The main sections of a config, exactly one of which a run has."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ from parallel_rl.training.config.server import ServerConfig
 
 @dataclass(frozen=True)
 class SupervisedConfig:
-    """Steps on `data.examples`, `batch_size` sequences each: the warm-up, or supervised fine-tuning itself.
+    """Steps on `data.examples`, `batch_size` sequences each: the warm-up, or supervised fine-tuning.
 
-    loss: one that reads tokens only: nll (SFT), sft_is, sft_phi; or prm, a process reward model, which learns from
+    loss: one that reads tokens only (nll for SFT, sft_is, sft_phi), or prm, a process reward model trained on
         `data.solutions`.
     """
 
@@ -55,16 +55,16 @@ class SupervisedConfig:
 
     @property
     def source(self) -> str:
-        """The source of the records: examples, or solutions for a loss that reads labels of steps."""
+        """Return the source of the records: examples, or solutions for a loss on labelled steps."""
         return "solutions" if STEP_LABELS in self.loss.requirements.names else "examples"
 
 
 @dataclass(frozen=True)
 class CriticConfig:
-    """A value function of the policy's shape with a scalar head, which starts as a copy of the policy's trunk.
+    """A value function of the policy's shape with a scalar head, initialised from the policy's trunk.
 
-    loss: one on a scalar head that reads `values` and `returns`. It makes as many optimizer steps as the policy, and
-    `warmup_steps` steps of the run are its alone.
+    loss: one on a scalar head that reads `values` and `returns`. The critic makes as many optimizer steps as the policy, plus
+        `warmup_steps` run steps of its own.
     """
 
     optimizer: OptimizerConfig
@@ -87,9 +87,9 @@ class CriticConfig:
 
 @dataclass(frozen=True)
 class KLControllerConfig:
-    """An adaptive coefficient of the KL in the reward (arXiv 1909.08593), see `experience.AdaptiveKLController`.
+    """Adaptive coefficient of the KL in the reward (arXiv 1909.08593), see `experience.AdaptiveKLController`.
 
-    target: of the mean KL of a token. horizon: in samples; the larger, the slower the coefficient moves.
+    target: mean KL per token. horizon: in samples; a larger one moves the coefficient more slowly.
     """
 
     target: float
@@ -99,7 +99,7 @@ class KLControllerConfig:
         AdaptiveKLController(1.0, self.target, self.horizon)
 
     def check(self, coefficient: float, samples: int) -> None:
-        """Refuses a coefficient of 0, which no factor moves, and `samples` a step that are too many for the horizon."""
+        """Refuse a coefficient of 0, which no factor changes, and `samples` above the horizon's bound."""
         if coefficient == 0:
             raise ValueError(
                 "kl_controller has no effect with advantages.kl_coefficient = 0; set where the coefficient starts, or remove it"
@@ -113,30 +113,26 @@ class KLControllerConfig:
 
 @dataclass(frozen=True)
 class RLConfig:
-    """RL: a step samples `prompts` × `group_size` completions and makes `updates` optimizer steps on them, each on its share of
-    the prompts.
+    """RL: each step samples `prompts` × `group_size` completions and makes `updates` optimizer steps on them.
 
     Attributes:
         steps: number of steps after the warm-up.
-        prompts, group_size: prompts a step and samples a prompt; with recorded rollouts their product is the sequences a step.
-        updates: optimizer steps on one step's samples.
-        prev_logprobs: "recompute" runs the training forward before the first update; "generation" takes the recorded ones.
-        record: writes each step's samples to rollouts/step_<number>_<data rank>.jsonl in the run's folder, to train on later
-            (`data.rollouts`).
-        dynamic_sampling: which prompts stay, by the mean reward of their samples; others take the places of those that do not
-            (DAPO).
-        overlong: what becomes of the rewards of long or truncated completions.
-        failed_samples: what becomes of samples whose reward function fails or whose log-probs are no finite numbers.
-        server: where the samples come from when the trainer does not draw them itself.
-        experts: demonstrations from `data.examples` beside the samples of each step, for a loss that reads `expert_mask`.
+        prompts, group_size: prompts per step and samples per prompt; for recorded rollouts only their product counts.
+        updates: optimizer steps per step, each on its part of the prompts.
+        prev_logprobs: "recompute" runs the training forward before the first update; "generation" uses recorded log-probs.
+        record: write each step's samples to rollouts/step_<number>_<data rank>.jsonl in the run's folder, for `data.rollouts`.
+        dynamic_sampling: which prompts stay, by the mean reward of their samples; others are resampled (DAPO).
+        overlong: change of the rewards of long or truncated completions.
+        failed_samples: treatment of samples whose reward fails or whose log-probs are not finite.
+        server: completion servers; null samples in the trainer.
+        experts: demonstrations from `data.examples` added to the samples of each step, for a loss that reads `expert_mask`.
         advantages: an estimator by its name, with its options, see `parallel_rl.advantages`.
-        reward_kl: how the KL to the reference policy is estimated that `advantages.kl_coefficient` takes from the reward.
-        kl_controller: leads that KL to a target by the coefficient, which starts at `advantages.kl_coefficient`.
+        reward_kl: estimator of the KL to the reference that `advantages.kl_coefficient` subtracts from the reward.
+        kl_controller: adapts that coefficient, which starts at `advantages.kl_coefficient`, to a target KL.
         critic: a value function, for an estimator that reads `values`.
-        teacher: a checkpoint folder of a model of the same shape and vocabulary, for an estimator or a loss that reads
-            `teacher_token_logprobs` (on-policy distillation, `advantages.teacher_kl`) or a loss that reads `teacher_logits`;
-            relative to the config file.
-        loss: any registered loss that reads what there is.
+        teacher: a checkpoint folder of a model of the same shape and vocabulary, relative to the config file, for an estimator
+            or loss that reads `teacher_token_logprobs` (on-policy distillation) or `teacher_logits`.
+        loss: any registered loss whose fields are available.
     """
 
     steps: int
@@ -167,23 +163,22 @@ class RLConfig:
         self._check_loss()
 
     def build_kl_controller(self) -> AdaptiveKLController | None:
-        """Build the KL controller at its initial state."""
         kl = self.kl_controller
         return None if kl is None else AdaptiveKLController(self.advantages.kl_coefficient, kl.target, kl.horizon)
 
     @property
     def rounds(self) -> int:
-        """Upper bound of the rounds in which a step samples."""
+        """Bound the rounds in which a step samples."""
         return 1 if self.dynamic_sampling is None else self.dynamic_sampling.max_rounds
 
     def policy_version(self, step: int) -> int:
-        """Optimizer steps of the policy before step `step`."""
+        """Count the policy's optimizer steps before step `step`."""
         alone = 0 if self.critic is None else self.critic.warmup_steps
         return max(0, step - alone) * self.updates
 
     @property
     def fields(self) -> dict[str, str]:
-        """Fields that a loss may read, each with the setting that it lacks ("": none)."""
+        """List the fields that a loss may read, each with the missing setting ("": none)."""
         experts = "" if self.experts else "which rl.experts = 0 leaves out; set it to a number of demonstrations a step"
         names = (
             "advantages",
@@ -202,7 +197,7 @@ class RLConfig:
 
     @property
     def recorded_fields(self) -> dict[str, str]:
-        """Fields that the loss reads and only recorded rollouts give, with what their records must have."""
+        """List the fields that only recorded rollouts give, with the keys that their records need."""
         return {name: key for name, key in RECORDED_FIELDS.items() if name in self.loss.requirements.names}
 
     @property
@@ -211,7 +206,7 @@ class RLConfig:
 
     @property
     def recomputes_prev_logprobs(self) -> bool:
-        """Whether a forward before the first update gives the policy's log-probs of the samples."""
+        """Return whether a forward before the first update scores the samples."""
         read = {*self.loss.requirements.names, *self.advantages.needs}
         return self.prev_logprobs == "recompute" and not read.isdisjoint({"prev_logprobs", "kl"})
 
@@ -261,10 +256,10 @@ class DistillationConfig:
     teacher: a checkpoint folder of a model of the same shape and vocabulary; relative to the config file.
     rows: "examples" are demonstrations from `data.examples`; "policy" are the student's own completions of `data.train`
         (on-policy distillation, GKD).
-    server: where the student's completions come from when the trainer does not draw them itself.
-    top_k: the teacher gives its likeliest words of each token in place of its whole distribution, for a loss that reads
-        `teacher_topk_logits` and `teacher_topk_indices`. None: not.
-    loss: one that reads `teacher_logits`, or what `top_k` gives.
+    server: completion servers for the student; null samples in the trainer.
+    top_k: the teacher gives the k most likely tokens instead of whole distributions, for a loss that reads
+        `teacher_topk_logits` and `teacher_topk_indices`; null: off.
+    loss: one that reads `teacher_logits`, or the fields of `top_k`.
     """
 
     steps: int

@@ -1,4 +1,4 @@
-"""The section `data`: files, and how their columns are read."""
+"""The section `data`: files and the names of their columns."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from parallel_rl.config.strict import at_least, nearest
 
 @dataclass(frozen=True)
 class DatasetSource:
-    """A data set that the library `datasets` reads, in the place of files (pip install datasets).
+    """A data set read by the library `datasets` instead of files (pip install datasets).
 
     Attributes:
-        dataset: a folder that `save_to_disk` wrote, a file (csv, json, jsonl, parquet, arrow, also compressed), a folder of
-            such files, or a name of the hub.
-        name: of a configuration of the data set.
-        split: that is read.
-        revision: a commit of the hub's data set, which stays the same; null is the newest.
+        dataset: a folder of `save_to_disk`, a file (csv, json, jsonl, parquet, arrow, also compressed), a folder of such
+            files, or a name on the hub.
+        name: configuration of the data set.
+        split: the split to read.
+        revision: a commit of the hub's data set; null is the newest.
     """
 
     dataset: str
@@ -29,7 +29,7 @@ class DatasetSource:
 
 Paths = DatasetSource | str | tuple[str, ...] | None
 
-# the fields that records of each source may have under names of their own
+# fields of each source that `columns` may rename
 _ASKED = ("prompt", "messages", "system", "tools")
 FIELDS: Mapping[str, tuple[str, ...]] = {
     "train": (*_ASKED, "answer", "source"),
@@ -39,7 +39,7 @@ FIELDS: Mapping[str, tuple[str, ...]] = {
     "answers": (*_ASKED, "answer", "label"),
     "solutions": (*_ASKED, "completions", "labels"),
 }
-# the fields of recorded rollouts, which have no other names
+# fields of recorded rollouts, which `columns` cannot rename
 ROLLOUT_FIELDS = (
     "tokens",
     "logprobs",
@@ -52,7 +52,7 @@ ROLLOUT_FIELDS = (
     "segments",
     "sample_mask",
 )
-# forms of other frameworks, see `training.data.forms`
+# formats of other frameworks, see `training.data.forms`
 FORM_NAMES = (
     "unpaired_preference",
     "stepwise_supervision",
@@ -69,39 +69,38 @@ FORM_NAMES = (
 
 @dataclass(frozen=True)
 class DataConfig:
-    """JSONL and Parquet files, relative to the config file; which are needed depends on the main section.
+    """JSONL and Parquet files, relative to the config file; the main section determines which are needed.
 
-    Each is a path, a pattern (`shard_*.parquet`, `part_{000..127}.jsonl`), a list of them, or a data set that the library
-    `datasets` reads: {dataset: gsm8k, name: main, split: train}. They are read a window at a time,
-    however large they are; all but held_out and rollouts are shuffled in each pass.
+    A source is a path, a pattern (`shard_*.parquet`, `part_{000..127}.jsonl`), a list of them, or a data set of the library
+    `datasets`: {dataset: gsm8k, name: main, split: train}. Files of any size are read a window at a time. Every source except
+    held_out and rollouts is shuffled in each pass.
 
     Attributes:
         train: prompts with answers to sample from.
         held_out: prompts with answers for the evaluation.
         examples: demonstrations for the warm-up and for SFT.
         pairs: preference pairs for DPO.
-        answers: single answers that are labelled good or bad, for KTO.
-        solutions: answers in steps that are labelled good or bad, for a process reward model (PRM).
-        rollouts: recorded rollouts, trained on instead of sampling, in the order of the files.
-        columns: the column of each field that the files name otherwise, with dots into nested ones, as in {prompt: question,
-            answer: reward_model.ground_truth}; {examples.prompt: ask} is of one source alone. Then the files may have more
-            columns, which a reward function gets.
-        form: the form of another framework that the records have, such as ultrafeedback, alpaca, sharegpt or verl; null: the
-            first record of each source tells. With a form that is named, columns that it does not read are left aside.
-        map: a function of your own, module:function in a module that --import names, that is called with each record first. It
-            returns the record to read, a list of records, or None, which leaves the record out; always the same for a record.
-        too_long: what becomes of a prompt, an example or a pair that the model, a micro-batch or max_length has no room for:
-            "error", "drop" leaves it out of the order, "truncate" cuts the end of answers and the beginning of prompts.
-        max_length: tokens of the longest sequence, beside what the model and a micro-batch have room for; of a prompt with
+        answers: single answers labelled good or bad, for KTO.
+        solutions: answers in steps labelled good or bad, for a process reward model (PRM).
+        rollouts: recorded rollouts to train on instead of sampling, in file order.
+        columns: column names that differ from the field names, with dots for nested columns: {prompt: question, answer:
+            reward_model.ground_truth}; {examples.prompt: ask} applies to one source. With it, files may have extra columns,
+            which reward functions receive.
+        form: record format of another framework, such as ultrafeedback, alpaca, sharegpt or verl; null: detected from the
+            first record of each source. A named format ignores unknown columns.
+        map: your function, module:function in a module that --import names, called with each record first. It returns the
+            record, a list of records, or None to drop it, and must be deterministic.
+        too_long: for a record that exceeds the model, a micro-batch or max_length: "error", "drop", or "truncate", which cuts
+            the end of answers and the beginning of prompts.
+        max_length: tokens of the longest sequence, in addition to the limits of model and micro-batch; a prompt counts with
             sampling.max_new_tokens.
-        invalid: what becomes of a pair with equal or empty answers, and of a labelled answer that is empty: "error", or "drop"
-            leaves it out of the order.
-        system: the system text of conversations that have none.
-        step_separator: a text behind each step of a solution; the step's label stands on its last token.
-        mask_history: of an example's `messages` learn the last answer alone, not every one.
-        buffer_megabytes: what of each is held in memory, and shuffled, at a time; one block (a Parquet row group) at least.
-        check_gigabytes: how much of each is checked before the run, in blocks spread evenly over it; what lies between is
-            checked when it is read. `held_out` is always checked whole.
+        invalid: for a pair with equal or empty answers, or an empty labelled answer: "error" or "drop".
+        system: system text of conversations without one.
+        step_separator: text after each step of a solution; the step's label is on its last token.
+        mask_history: train on the last answer of an example's `messages` only.
+        buffer_megabytes: memory per source, within which it is shuffled; at least one block (a Parquet row group).
+        check_gigabytes: amount of each source checked before the run, in evenly spread blocks; the rest is checked when read.
+            `held_out` is always checked whole.
     """
 
     train: Paths = None
@@ -158,7 +157,7 @@ class DataConfig:
                 raise ValueError(f"columns.{key} = {column!r} is not valid; a column, or names with dots between")
 
     def columns_of(self, source: str) -> dict[str, str]:
-        """The columns of one source's fields.
+        """Return the column names of one source's fields.
 
         >>> DataConfig(train="a", columns={"prompt": "question", "train.answer": "label"}).columns_of("train")
         {'prompt': 'question', 'answer': 'label'}

@@ -1,4 +1,4 @@
-"""The section `model`: sizes, or a Hugging Face folder that says them."""
+"""The section `model`: sizes, or a Hugging Face folder."""
 
 from __future__ import annotations
 
@@ -15,27 +15,26 @@ from parallel_rl.training.tokenizer.protocol import Vocabulary
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """A decoder of megatron-core: from a Hugging Face folder, or drawn in the sizes that are given.
+    """A decoder of megatron-core: loaded from a Hugging Face folder, or randomly initialised.
 
     Attributes:
         hf: a folder with config.json and safetensors (llama, mistral, qwen2, qwen3, qwen3_moe); relative to the config file.
-            The run starts from its weights, and its config.json says everything up to `aux_loss`.
-        layers, hidden, heads, query_groups, ffn_hidden, head_dim: sizes; None is Megatron's default.
-        vocab_size: words of the model, at least those of the tokenizer; None: as many.
-        max_positions: the longest sequence, padding for the layout included.
+            Its config.json sets every key up to `aux_loss`.
+        layers, hidden, heads, query_groups, ffn_hidden, head_dim: sizes; null is Megatron's default.
+        vocab_size: token ids of the model, at least the tokenizer's; null: the tokenizer's.
+        max_positions: the longest sequence, including the layout's padding.
         position: rotary, or a learned table of `max_positions` rows.
         rope_base, rope_scaling: of rotary positions; the scaling is Llama 3.1's.
         gated: SwiGLU instead of GELU.
-        qk_norm: norms of queries and keys. qkv_bias: biases of queries, keys and values.
-        norm_epsilon: in the root of every norm.
-        experts: a mixture of them in place of every MLP.
-        tie_embeddings: the LM head is the embedding.
+        qk_norm: normalise queries and keys. qkv_bias: add biases to queries, keys and values.
+        norm_epsilon: epsilon of every norm.
+        experts: a mixture of experts in place of every MLP.
+        tie_embeddings: share one matrix between embedding and LM head.
         aux_loss: coefficient of the auxiliary loss that balances experts.
-        recompute: activations that are computed again in the backward; null keeps them all.
-        init_std: of the drawn weights.
-        vocab_multiple: the vocabulary is padded to a multiple of this × tensor.
-        fused_head: losses and log-probs come from hidden states, projected to the vocabulary a chunk at a time: logits never
-            exist whole.
+        recompute: activations recomputed in backward; null keeps all.
+        init_std: standard deviation of initial weights.
+        vocab_multiple: pad the vocabulary to a multiple of this × tensor.
+        fused_head: compute losses and log-probs from hidden states, a vocabulary chunk at a time, without whole logits.
     """
 
     hf: str | None = None
@@ -85,7 +84,7 @@ class ModelConfig:
             self._refuse("aux_loss", "has no effect without experts")
 
     def _take(self, described: HFModel) -> None:
-        """Set the fields that a folder's config.json says."""
+        """Set the fields that a folder's config.json gives."""
         model = described.architecture
         said = {
             "layers": model.layers,
@@ -123,11 +122,7 @@ class ModelConfig:
             raise ValueError(f"{name} = {value!r} {why}")
 
     def vocabulary(self, tokenizer: Vocabulary) -> Vocabulary:
-        """The token ids that this model draws from, with a tokenizer's end tokens.
-
-        Raises:
-            ValueError: the tokenizer has more words than the model.
-        """
+        """Return the token ids to sample from, with a tokenizer's end tokens; ValueError if it has too many."""
         if self.vocab_size is None:
             return tokenizer
         if tokenizer.size > self.vocab_size:
@@ -140,11 +135,7 @@ _DEFAULTS = {field.name: field.default for field in fields(ModelConfig)}
 
 
 def check_model_layout(model: ModelConfig, parallel: ParallelConfig) -> None:
-    """Check that the layout's ranks divide the model's sizes.
-
-    Raises:
-        ValueError: they do not, or an option for experts has no effect.
-    """
+    """Check that the layout divides the model's sizes; ValueError also for expert options without effect."""
     groups, experts = model.query_groups or model.heads, model.experts
     parts = [
         ("model.heads", model.heads, "tensor", parallel.tensor),
@@ -169,7 +160,7 @@ def check_model_layout(model: ModelConfig, parallel: ParallelConfig) -> None:
             raise ValueError(
                 f"parallel.tensor = {parallel.tensor} with model.experts needs parallel.sequence_parallel = true"
             )
-    if groups > parallel.tensor or parallel.tensor % groups:  # Megatron shares a group out among several ranks
+    if groups > parallel.tensor or parallel.tensor % groups:  # Megatron splits a group over several ranks
         parts += [("model.query_groups", groups, "tensor", parallel.tensor)]
     for name, size, what, ranks in parts:
         if size % ranks:

@@ -14,12 +14,11 @@ from parallel_rl.training.config.sections import OptimizerConfig
 class PreferenceConfig:
     """Steps on `data.pairs` or `data.answers`.
 
-    pairs: pairs of a step.
-    answers: labelled answers of a step, for a loss that reads labels (kto); if its baseline is "mismatched", each prompt
-        also makes a row with the answer of another record of the step.
-    loss: one of log-probs (dpo, simpo, cpo, orpo, ...), one of labelled rows (kto; of pairs the chosen are desirable, the
-        rejected undesirable, and each prompt with the next pair's chosen answer is a mismatched row), or one of a scalar
-        head (preference), which the model then has in place of logits.
+    pairs: pairs per step.
+    answers: labelled answers per step, for a loss that reads labels (kto). With the baseline "mismatched" each prompt also
+        makes a row with another record's answer.
+    loss: one on log-probs (dpo, simpo, cpo, orpo, ...), on labelled rows (kto), or on a scalar head (preference). With pairs,
+        kto takes chosen answers as desirable, rejected ones as undesirable, and the next pair's chosen answer as mismatched.
     """
 
     steps: int
@@ -49,22 +48,21 @@ class PreferenceConfig:
 
     @property
     def source(self) -> str:
-        """The source of the records: pairs or answers."""
         return "answers" if self.pairs is None else "pairs"
 
     @property
     def records(self) -> int:
-        """Records of a step."""
+        """Count the records of a step."""
         return getattr(self, self.source)
 
     @property
     def mismatched(self) -> bool:
-        """Whether the loss reads rows of one record's prompt and another's answer."""
+        """Return whether the loss reads rows of one record's prompt and another's answer."""
         return self.loss.options.get("baseline", "mismatched") == "mismatched"
 
     @property
     def rows(self) -> int:
-        """Rows of a record, which stay in one micro-batch."""
+        """Count a record's rows, which stay in one micro-batch."""
         if self.answers is not None:
             return 2 if self.mismatched else 1
         return 3 if LABELS in self.loss.requirements.names else 2

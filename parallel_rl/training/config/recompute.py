@@ -8,15 +8,14 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class RecomputeConfig:
-    """Activations that the backward computes again instead of keeping them, in Megatron's words; the numbers stay the same.
+    """Activations recomputed in backward instead of kept, with Megatron's options; results do not change.
 
     Attributes:
-        granularity: "full" keeps the inputs of layers, "selective" all but what happens inside `modules`.
-        method: of "full": "uniform" keeps the input of each `num_layers` layers (the default, with 1), "block" recomputes the
-            first `num_layers` layers of a stage and keeps everything of the others.
-        num_layers: of "full".
-        modules: of "selective": parts of a layer; the core attention alone where none are given. "layernorm" needs Transformer
-            Engine.
+        granularity: "full" keeps only the inputs of layers, "selective" all but the activations inside `modules`.
+        method: for "full": "uniform" keeps the input of each `num_layers` layers (default 1), "block" recomputes the first
+            `num_layers` layers of a stage and keeps the others whole.
+        num_layers: for "full".
+        modules: for "selective": parts of a layer; default the core attention. "layernorm" needs Transformer Engine.
     """
 
     granularity: Literal["full", "selective"] = "full"
@@ -34,7 +33,7 @@ class RecomputeConfig:
 
     @property
     def fields(self) -> dict[str, object]:
-        """The fields of Megatron's TransformerConfig."""
+        """Return the fields of Megatron's TransformerConfig."""
         full = self.granularity == "full"
         return {
             "recompute_granularity": self.granularity,

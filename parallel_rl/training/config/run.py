@@ -11,23 +11,23 @@ from parallel_rl.training.reporting.loggers import check_loggers
 
 @dataclass(frozen=True)
 class RunConfig:
-    """The folder, seed, precision and checkpoints of a run.
+    """Folder, seed, precision and checkpoints of a run.
 
     Attributes:
         dir: folder of metrics.jsonl, tensorboard/, checkpoints/ and curves.png.
-        seed: of the weights, the order of the data and the draws.
+        seed: seed for weight initialisation, data order and sampling.
         dtype: of parameters and activations; bfloat16 trains on float32 master weights.
-        resume: "auto" continues from the folder's newest checkpoint; "never" starts over and replaces what the folder holds
-            (a Slurm job does so once; when it is requeued, it goes on); what no run made there is an error, and stays.
-        checkpoint_every: steps between checkpoints; 0 saves after the warm-up and at the end only.
-        keep_checkpoints: how many of the newest stay.
-        keep_every: never delete checkpoints whose step in the phase is a multiple of this (0: none).
-        timeout: seconds that a rank waits in one collective; then the run ends and names the rank that did not come. Above the
-            longest that ranks may differ: one of them asks a slow reward function, for instance.
-        loggers: what takes the rows beside metrics.jsonl: tensorboard, wandb, mlflow, trackio, and what modules register by
-            `register_logger` that the command's --import names; null is tensorboard, if it is installed.
-        init_from: a checkpoint folder (".../step_000100") whose weights replace the drawn ones; relative to the config file.
-            Its checksums are against accidents, not people.
+        resume: "auto" continues from the folder's newest checkpoint; "never" starts over and replaces the run's files (once per
+            Slurm job; a requeued job resumes). Foreign files in the folder are an error and stay.
+        checkpoint_every: steps between checkpoints; 0 saves only after the warm-up and at the end.
+        keep_checkpoints: number of newest checkpoints to keep.
+        keep_every: also keep checkpoints whose step in the phase is a multiple of this (0: none).
+        timeout: seconds that a rank waits in one collective before the run ends and names the missing rank. Set it above the
+            longest wait between ranks, e.g. for a slow reward function.
+        loggers: besides metrics.jsonl: tensorboard, wandb, mlflow, trackio, or names that modules register by `register_logger`
+            and --import loads; null is tensorboard if installed.
+        init_from: a checkpoint folder (".../step_000100") with the initial weights; relative to the config file. Checksums
+            detect accidents, not tampering.
     """
 
     dir: str

@@ -1,4 +1,4 @@
-"""The sections that any run may have: layout, model, batch, sampling, evaluation; and the optimizer."""
+"""The common sections of a run: layout, model, batch, sampling, evaluation, optimizer."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.
 
 @dataclass(frozen=True)
 class ParallelConfig:
-    """Sizes of the parallel dimensions, and what data and context ranks share; the last two as Megatron's DDP has them.
+    """Sizes of the parallel dimensions, and Megatron DDP's options of data and context ranks.
 
     Attributes:
-        tensor, context, pipeline: sizes; what remains of the world is data parallel, or exactly `data` where that is given.
+        tensor, context, pipeline: sizes; the rest of the world is data parallel, exactly `data` if set.
         sequence_parallel: tensor ranks split the hidden states between matrix products.
-        use_distributed_optimizer: data × context ranks each hold a part of the optimizer's moments and master weights
-            (ZeRO-1), and of the reduced gradients; the weights after a step are the same ones. Checkpoints are the same, too.
-        expert, expert_tensor: ranks of a pipeline stage that share a layer's experts out, and those that share each expert's
-            matrices (None: `tensor`).
-        overlap_grad_reduce: gradients are reduced over them while the backward goes on.
+        use_distributed_optimizer: data × context ranks each hold a part of the optimizer's moments, master weights (ZeRO-1)
+            and reduced gradients. Weights and checkpoints stay the same.
+        expert, expert_tensor: ranks of a pipeline stage that split a layer's experts, and that split each expert's matrices
+            (null: `tensor`).
+        overlap_grad_reduce: reduce gradients while backward continues.
     """
 
     tensor: int = 1
@@ -49,11 +49,7 @@ class ParallelConfig:
 
 
 def data_parallel_size(config: ParallelConfig, world_size: int) -> int:
-    """Number of data parallel ranks that the world leaves.
-
-    Raises:
-        ValueError: `world_size` does not match tensor × context × pipeline (× data), or leaves an option without effect.
-    """
+    """Return the number of data ranks in a world; ValueError if it does not fit the sizes."""
     model = config.tensor * config.context * config.pipeline
     text = f"parallel.tensor {config.tensor} × context {config.context} × pipeline {config.pipeline}"
     if config.data is not None and world_size != model * config.data:
@@ -82,15 +78,14 @@ class BatchConfig:
     """Micro-batches: how the sequences of a step reach the model.
 
     Attributes:
-        micro_batch_size: sequences at a time, in the order of the data; 64 where `tokens` is not given either.
-        packing: they stand one after the other in one row, instead of being padded to one width.
-        tokens: what a packed row holds at most, padding included. Sequences then go to the data ranks such that their tokens
-            are as many on each, and into rows by first-fit decreasing; pairs stay together. Each row of metrics then has
-            `packing_efficiency` (true tokens over what all packed rows could hold), `padding_fraction` (of what they do hold)
-            and `data_imbalance` (tokens of the fullest data rank over their mean).
-        share_prefixes: a packed row holds tokens that its sequences share, such as a prompt, once (prefix trees). `tokens` then
-            counts these once, too, and the samples of a prompt go to one data rank. Each row of metrics then has
-            `tokens_computed` (of the rows), `tokens_trained` (of the sequences) and `shared` (the part that is saved).
+        micro_batch_size: sequences per micro-batch, in data order; 64 if `tokens` is not set either.
+        packing: concatenate sequences in one row instead of padding them to one width.
+        tokens: capacity of a packed row, including padding. Sequences are balanced by tokens over data ranks and packed by
+            first-fit decreasing; pairs stay together. Metrics then have `packing_efficiency` (tokens / capacity of all rows),
+            `padding_fraction` and `data_imbalance` (tokens of the fullest data rank / mean).
+        share_prefixes: store shared prefixes, such as a prompt, once per packed row (prefix trees). `tokens` counts them once,
+            too, and the samples of a prompt go to one data rank. Metrics then have `tokens_computed` (rows),
+            `tokens_trained` (sequences) and `shared` (fraction saved).
     """
 
     micro_batch_size: int | None = None
@@ -115,21 +110,21 @@ class BatchConfig:
 
     @property
     def sequences(self) -> int:
-        """Number of sequences in a micro-batch that is not filled by tokens."""
+        """Return the sequences of a micro-batch without `tokens`."""
         return 64 if self.micro_batch_size is None else self.micro_batch_size
 
 
 @dataclass(frozen=True)
 class OptimizerConfig:
-    """AdamW (arXiv 1711.05101) with the gradient clipped to the norm `clip` (None: not).
+    """AdamW (arXiv 1711.05101) with the gradient clipped to the norm `clip` (null: off).
 
     The rate rises over the first `warmup_steps` of the phase, then stays or falls on a cosine to `final_fraction` of it.
 
     Attributes:
-        on_nonfinite: a gradient norm that is not finite, or above `spike`, ends the run ("error"), or leaves the weights as
-            they are ("skip"); either way the last checkpoint is good. A row counts its `skipped_updates`.
-        max_skips: so many one after the other are left out; one more ends the run.
-        spike: None: any finite norm is good.
+        on_nonfinite: for a gradient norm that is not finite or above `spike`: "error" ends the run, "skip" leaves the weights
+            unchanged and counts `skipped_updates`.
+        max_skips: consecutive skips allowed; one more ends the run.
+        spike: largest accepted gradient norm; null: any finite one.
     """
 
     lr: float
@@ -162,16 +157,16 @@ class OptimizerConfig:
 
 @dataclass(frozen=True)
 class SamplingConfig:
-    """Sampling of rollouts: at most so many new tokens, and from which distribution.
+    """Sampling of rollouts.
 
-    Log-probs of the policy in RL, old ones and those of the loss, are of the same truncated distribution: a token that one of
-    them does not keep leaves the mask (the metric dropped_tokens). What is compared with a frozen model is never truncated.
+    The policy's log-probs in RL, old and new, use the same truncated distribution. A token outside one of them leaves the mask
+    (metric dropped_tokens). Comparisons with a frozen model are never truncated.
 
     Attributes:
-        max_new_tokens: of a completion.
+        max_new_tokens: longest completion.
         temperature: of the softmax.
-        top_k: draws are among the k likeliest words; None: among all.
-        top_p: and among the likeliest of these that together hold the fraction p; None: among all.
+        top_k: sample from the k most likely tokens; null: from all.
+        top_p: then from the most likely of these with total probability p; null: from all.
     """
 
     max_new_tokens: int = 8
@@ -187,19 +182,19 @@ class SamplingConfig:
 
     @property
     def truncation(self) -> Truncation:
-        """The rule that top_k and top_p are."""
+        """Return the truncation by top_k and top_p."""
         return Truncation(self.top_k, self.top_p)
 
 
 @dataclass(frozen=True)
 class EvaluationConfig:
-    """Mean reward of `samples` completions per held-out prompt, before and after, and every `every` steps (0: not between).
+    """Mean reward of `samples` completions per held-out prompt, before, after, and every `every` steps (0: never).
 
-    With several samples each row has mean@n and pass@k, too, of all prompts and of each source (`experience.pass_at_k`).
+    Several samples add mean@n and pass@k, of all prompts and of each source (`experience.pass_at_k`).
 
     Attributes:
-        passing: a completion passes with at least this reward.
-        show: how many prompts are printed after each evaluation with their first completion, its reward and the answer.
+        passing: least reward of a passing completion.
+        show: number of prompts printed after each evaluation with completion, reward and answer.
     """
 
     samples: int = 1

@@ -17,15 +17,15 @@ AUTO = "auto"
 
 @dataclass(frozen=True)
 class TokenizerConfig:
-    """Either `alphabet` or `hf`; the rest is of the folder's chat template.
+    """Either `alphabet` or `hf`; the other keys set the folder's chat template.
 
     Attributes:
-        alphabet: every character that the data uses; "auto": those that the data has when the run begins.
+        alphabet: every character of the data; "auto": those of the data at the start of the run.
         hf: a folder with tokenizer.json, tokenizer_config.json and the like; relative to the config file.
-        chat: prompts and answers go through the folder's chat template; null: where it has one.
+        chat: apply the folder's chat template to prompts and answers; null: if it has one.
         template: which of several templates.
-        variables: what the template reads beside the messages, such as {enable_thinking: false}.
-        date: what the template takes for today (2026-01-31); a run that goes on later has the same prompts.
+        variables: template variables besides the messages, such as {enable_thinking: false}.
+        date: the template's date of today (2026-01-31); a resumed run keeps its prompts.
     """
 
     alphabet: str | None = None
@@ -54,11 +54,7 @@ class TokenizerConfig:
                 raise ValueError(f"variables.{name} is not valid: the trainer gives a template its {name!r} itself")
 
     def build(self) -> Tokenizer:
-        """The tokenizer, ready for use.
-
-        Raises:
-            ValueError: an alphabet that is not known yet, see `settle_alphabet`; a folder that is no tokenizer's.
-        """
+        """Make the tokenizer; ValueError for an unsettled alphabet or a folder without a tokenizer."""
         if self.hf is None:
             assert self.alphabet is not None
             if self.alphabet == AUTO:
@@ -73,6 +69,6 @@ class TokenizerConfig:
 
     @property
     def identity(self) -> Mapping[str, str | None]:
-        """The vocabulary that a model's weights depend on, for a checkpoint."""
+        """Identify the vocabulary that a model's weights depend on, for a checkpoint."""
         tokens = None if self.hf is None else f"tokenizer.json with the SHA-256 {fingerprint(Path(self.hf))}"
         return {"tokenizer.alphabet": self.alphabet, "tokenizer.hf": tokens}
