@@ -1,7 +1,4 @@
-"""OpenRLHF's losses of its article and of the releases of that time; the present ones are in `compat.openrlhf`.
-
-Policy and value loss average each row first, then the rows, and return the scalar alone; the other losses are the same.
-"""
+"""OpenRLHF's losses of its article; policy and value loss average each row first and return the scalar alone."""
 
 from __future__ import annotations
 

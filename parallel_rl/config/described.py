@@ -11,11 +11,7 @@ from parallel_rl.config.strict import Variants, nearest
 
 
 def describe(root: type, dotted: str) -> str:
-    """Describe the key or section `dotted` of the config `root`.
-
-    Raises:
-        ValueError: there is no such key; names the nearest one.
-    """
+    """Describe the key or section `dotted` of the config `root`; ValueError names the nearest key."""
     cls, about = root, ""
     for depth, key in enumerate(keys := dotted.split(".")):
         hints = typing.get_type_hints(cls)

@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 
 
 class Finalizing:
-    """Stands for `config.finalize_model_grads_func` in one step, and checks the model and the step's rows before it.
+    """Replacement of `config.finalize_model_grads_func` in one step; checks model and rows first.
 
-    The schedule calls it on all ranks with the chunks of the model, which a callback does not see.
+    The schedule calls it on all ranks with the chunks of the model.
     """
 
     def __init__(self, config: TransformerConfig, *, first: bool) -> None:
@@ -57,11 +57,7 @@ class Finalizing:
     def __call__(
         self, models: Sequence[torch.nn.Module], num_tokens: Tensor | None = None, *args: object, **kwargs: object
     ) -> object:
-        """Finalize once the ranks agree in the model.
-
-        Raises:
-            ValueError: on all ranks, see `_check`.
-        """
+        """Finalize once the ranks agree in the model; ValueErrors of `_check`, on all ranks."""
         self.config.finalize_model_grads_func = self.inner
         self._check(models, num_tokens)
         result = self.inner(models, num_tokens, *args, **kwargs)

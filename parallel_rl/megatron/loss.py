@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 class LossReport(TypedDict):
-    """One micro-batch's result on the last stage: this rank's share of the loss, and its metrics."""
+    """Result of a micro-batch on the last stage: this rank's local loss, and its metrics."""
 
     loss: Tensor
     metrics: Metrics

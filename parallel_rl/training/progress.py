@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class TrainProgress:
-    """Current phase ("warmup" or the main one), its steps done, and records taken of each source over all passes.
+    """Current phase ("warmup" or the main one), its steps done, and records taken of each source.
 
     The next record of a source with N records is `taken[name] % N` of pass `taken[name] // N`. The order of the data and the
     trainer's sampling depend only on (seed, that number).

@@ -299,7 +299,6 @@ class _Run:
 
     @property
     def _started(self) -> str:
-        """Describe when the first evaluation was."""
         return "after the warm-up" if self.config.warmup else "before"
 
     def _evaluates_after(self, step: int, last: bool) -> bool:

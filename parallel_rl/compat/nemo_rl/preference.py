@@ -151,7 +151,6 @@ class PreferenceLossFn(PreferenceLoss):
     def __call__(
         self, logits: Tensor, data: Data, global_valid_seqs: Count, global_valid_toks: Count | None = None
     ) -> Result:
-        """Return the loss and its metrics, see `PreferenceLoss`."""
         return super().__call__(logits, data, global_valid_seqs, global_valid_toks)
 
 

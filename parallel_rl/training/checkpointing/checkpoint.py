@@ -276,7 +276,6 @@ def _layout(engine: Engine) -> dict[str, int]:
 
 
 def _prefixed(model: GPTModel, prefix: str) -> State:
-    """Prefix the names of sharded weights."""
     state: State = model.sharded_state_dict()
     add_prefix_for_sharding(state, prefix)
     return state

@@ -180,7 +180,7 @@ def fault(path: Path, entry: FileEntry, *, contents: bool = True) -> str | None:
 
 
 def verify_checksums(path: Path, manifest: Manifest) -> None:
-    """Verify every file of a checkpoint, each rank a part; DamagedCheckpoint on all ranks names the first fault."""
+    """Verify a checkpoint's files, each rank a part; DamagedCheckpoint on all ranks names a fault."""
     mine = share(manifest.files, dist.get_rank(), dist.get_world_size())
     parts = gather_results(lambda: [damage for name in mine if (damage := fault(path / name, manifest.files[name]))])
     if everywhere := sorted(damage for part in parts for damage in part):

@@ -64,7 +64,7 @@ def optimizer_state(optimizer: MegatronOptimizer, model: State, *, loading: bool
 
 @torch.no_grad()
 def fill_optimizer(optimizer: MegatronOptimizer, state: State) -> None:
-    """Load the state requested by `optimizer_state`, after the model's weights; ValueError if groups differ."""
+    """Load the state of `optimizer_state`, after the model's weights; ValueError if groups differ."""
     parts = _parts(optimizer)
     groups, step = _common(state)
     for number, part in enumerate(parts):

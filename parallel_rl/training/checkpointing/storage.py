@@ -27,7 +27,7 @@ _PARTIAL, _REPLACED, _PRUNED = ".partial_", ".replaced_", ".pruned_"
 
 @dataclass(frozen=True)
 class Retention:
-    """Checkpoints to keep: the `newest`, and those whose step in the phase is a multiple of `every` (0: none)."""
+    """Checkpoints to keep: the `newest`, and those at multiples of `every` steps of a phase (0: none)."""
 
     newest: int
     every: int = 0

@@ -68,7 +68,6 @@ def check_pickles(path: Path) -> None:
 
 
 def _objects(path: Path) -> list[_Place]:
-    """List the pickled objects named by the index."""
     try:
         with (path / _INDEX).open("rb") as file:
             index = _Index(file).load()

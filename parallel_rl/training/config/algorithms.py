@@ -87,7 +87,7 @@ class CriticConfig:
 
 @dataclass(frozen=True)
 class KLControllerConfig:
-    """Adaptive coefficient of the KL in the reward (arXiv 1909.08593), see `experience.AdaptiveKLController`.
+    """Adaptive coefficient of the KL in the reward (arXiv 1909.08593), see `AdaptiveKLController`.
 
     target: mean KL per token. horizon: in samples; a larger one moves the coefficient more slowly.
     """
@@ -113,7 +113,7 @@ class KLControllerConfig:
 
 @dataclass(frozen=True)
 class RLConfig:
-    """RL: each step samples `prompts` × `group_size` completions and makes `updates` optimizer steps on them.
+    """RL: a step samples `prompts` × `group_size` completions for `updates` optimizer steps.
 
     Attributes:
         steps: number of steps after the warm-up.

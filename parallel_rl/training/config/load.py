@@ -49,7 +49,6 @@ def load_config(
 
 
 def _reads_examples(tree: Mapping[str, object]) -> bool:
-    """Return whether the main phase reads demonstrations."""
     distills = tree.get("distillation") is not None and _section(tree, "distillation").get("rows") != "policy"
     return tree.get("sft") is not None or distills or bool(_section(tree, "rl").get("experts"))
 
@@ -90,7 +89,6 @@ def check_same_config(config: TrainConfig) -> None:
 
 
 def _flat(key: str, value: object) -> Iterator[tuple[str, str]]:
-    """Flatten to (dotted key, value)."""
     if isinstance(value, Mapping) and value:
         for name, item in value.items():
             yield from _flat(f"{key}.{name}" if key else str(name), item)

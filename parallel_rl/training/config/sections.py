@@ -188,7 +188,7 @@ class SamplingConfig:
 
 @dataclass(frozen=True)
 class EvaluationConfig:
-    """Mean reward of `samples` completions per held-out prompt, before, after, and every `every` steps (0: never).
+    """Mean reward of `samples` completions per held-out prompt; `every` steps, 0: first and last only.
 
     Several samples add mean@n and pass@k, of all prompts and of each source (`experience.pass_at_k`).
 

@@ -12,7 +12,7 @@ from parallel_rl.servers.weights import EngineName
 
 @dataclass(frozen=True, kw_only=True)
 class ServerConfig(CompletionServerConfig):
-    """Servers that sample completions, see `CompletionServerConfig`; `concurrency` applies to each data rank.
+    """Servers that sample completions, see `CompletionServerConfig`; `concurrency` is per data rank.
 
     A policy's version counts its optimizer steps since RL began. A server reports it in weight_version; otherwise it is the
     last version sent, or 0. A sample's staleness is the trainer's version minus its own; the loss's `importance` or

@@ -29,7 +29,7 @@ OBJECTIVES = ("rl", "preference", "sft", "distillation")
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """A whole run: a supervised warm-up (optional), then one of `rl`, `preference`, `sft` and `distillation`.
+    """A whole run: an optional supervised warm-up, then one of `rl`, `preference`, `sft`, `distillation`.
 
     `reward` is a checker's name, a server (URL or `HTTPRewardConfig`), or a mapping of these by the prompts' `source`.
     """

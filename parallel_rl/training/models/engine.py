@@ -39,7 +39,7 @@ from parallel_rl.vocab.backends.torch_backend import math_dtype
 
 @dataclass(frozen=True)
 class Engine:
-    """This rank's part of the trained model and its layout; `model` is wrapped, `bare` is the GPTModel inside."""
+    """This rank's part of a model and its layout; `model` is wrapped, `bare` is the GPTModel inside."""
 
     config: TrainConfig
     groups: ParallelGroups
@@ -176,7 +176,7 @@ def load_first_weights(engine: Engine) -> None:
 
 
 def load_frozen(engine: Engine, folder: str) -> torch.nn.Module:
-    """Load a frozen model of its own sizes from a Hugging Face folder: a teacher; ValueErrors of `load_hf`."""
+    """Load a teacher, frozen and of its own sizes, from a Hugging Face folder; ValueErrors of `load_hf`."""
     config = engine.config
     [model] = load_hf(
         folder,
@@ -219,7 +219,6 @@ def adam_package(dtype: torch.dtype) -> str:
 
 @contextlib.contextmanager
 def _adam_for(dtype: torch.dtype) -> Iterator[None]:
-    """Make Megatron use torch's AdamW for float64."""
     # Transformer Engine's Adam raises for float64; otherwise the two are equal: decoupled decay,
     # epsilon added to the root of the corrected second moment
     before = megatron_optimizer.USING_PYTORCH_OPTIMIZER

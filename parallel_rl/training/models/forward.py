@@ -19,7 +19,7 @@ ResultT = TypeVar("ResultT")
 
 @contextlib.contextmanager
 def fused_head(engine: Engine, model: torch.nn.Module) -> Iterator[FusedHead | None]:
-    """Make the model return hidden states in a `with` block if `model.fused_head`; yields the losses' adapter."""
+    """Return hidden states in a `with` block if `model.fused_head`; yields the losses' adapter."""
     bare = unwrap(model)
     if not engine.config.model.fused_head or (bare.post_process and isinstance(bare.output_layer, ScalarHead)):
         yield None

@@ -69,7 +69,7 @@ class Learner:
     def balance(
         self, rows: SamplesT, parts: int = 1, together: int = 1, beside: Sequence[Samples] = ()
     ) -> tuple[SamplesT, list[int]]:
-        """Rebalance rows over data ranks if `batch.tokens` is set (see `balance`); otherwise return them unchanged.
+        """Rebalance rows over data ranks if `batch.tokens` is set (see `balance`); else leave them.
 
         Args:
             rows: equal parts, one per optimizer step.

@@ -67,7 +67,7 @@ def where_nonfinite(engine: Engine, loss_fn: LossFn, batches: Sequence[MicroBatc
 
 
 def _rows(x: Tensor, batch: MicroBatch) -> list[int]:
-    """List the rows, by their place in the step, of a [B] or [B, S] tensor that are not finite where it counts."""
+    """List the rows, by place in the step, of a [B] or [B, S] tensor with nonfinite counted values."""
     if x.dim() not in (1, 2) or x.shape[0] != len(batch.indices):
         return []
     bad, mask = ~x.isfinite(), batch.data["token_mask"].bool()

@@ -44,7 +44,7 @@ class StepDump:
 
     @contextmanager
     def around(self, loss_fn: LossFunction, done: int, groups: ParallelGroups) -> Iterator[LossFunction]:
-        """Wrap the loss of the step after `done` ones; a failed dump is reported on stderr, and the run continues."""
+        """Wrap the loss of the step after `done` ones; a failed dump is reported on stderr only."""
         if done + 1 != self.number:
             yield loss_fn
             return

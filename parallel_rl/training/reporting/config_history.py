@@ -19,7 +19,7 @@ _ABSENT = object()
 
 
 def write_config(folder: Path, config: Mapping[str, object], *, starts_over: bool = False) -> list[str]:
-    """Write `config` to config.yaml; keep a different older one as config.<number>.yaml, and list the changes.
+    """Write config.yaml; keep a different older one as config.<number>.yaml, and list the changes.
 
     >>> import tempfile
     >>> folder = Path(tempfile.mkdtemp())

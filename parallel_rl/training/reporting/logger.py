@@ -62,7 +62,7 @@ _LOGGERS: dict[str, Registered] = {}
 def register_logger(
     name: str, *, package: str | None = None
 ) -> Callable[[Callable[[RunInfo], Logger]], Callable[[RunInfo], Logger]]:
-    """Register a class or function from a run's `RunInfo` to a `Logger`; a decorator with the name in `run.loggers`.
+    """Register a maker of a `Logger` from a `RunInfo`, by its name in `run.loggers`; a decorator.
 
     A module that does so is imported by `parallel-rl train --import MODULE`.
 

@@ -21,7 +21,7 @@ _PROJECT = "parallel_rl"
 
 @register_logger("tensorboard", package="tensorboard")
 class TensorBoard:
-    """Events under tensorboard/ in the run's folder; each phase is a run, so that repeated steps are recognised."""
+    """Events under tensorboard/ in the run's folder, one run per phase to recognise repeated steps."""
 
     def __init__(self, info: RunInfo) -> None:
         self._info, self._folder = info, info.folder / "tensorboard"
@@ -59,7 +59,7 @@ class TensorBoard:
 
 @register_logger("wandb", package="wandb")
 class WandB:
-    """A run of Weights & Biases, in the project WANDB_PROJECT or parallel_rl; each phase has its own step axis."""
+    """A run of Weights & Biases, in the project WANDB_PROJECT or parallel_rl; one step axis per phase."""
 
     def __init__(self, info: RunInfo) -> None:
         import wandb

@@ -18,7 +18,7 @@ _NAME = re.compile(r"version_\d{6,}_\d+")
 
 
 def write_policy(engine: Engine, version: int) -> Path:
-    """Write the weights to a new folder of run.dir/policy, on every rank, and delete all but the newest two.
+    """Write the weights to a new folder of run.dir/policy, on every rank; keep the newest two.
 
     Every path is new, even after a restart, since engines may cache by path. Folders are published whole.
 

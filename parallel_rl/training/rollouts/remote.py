@@ -40,7 +40,7 @@ class _Asked:
 
 
 class Taken(NamedTuple):
-    """N samples, the policy's version of each [N], its server's place in `urls` [N] (−1: unknown), the first fault."""
+    """N samples, their policy versions [N], servers' places in `urls` [N] (−1: unknown), the first fault."""
 
     samples: Samples
     versions: Tensor
@@ -169,7 +169,7 @@ class RemoteRollouts:
         }
 
     def load_state_dict(self, parts: Sequence[Mapping[str, Tensor]]) -> None:
-        """Load the samples in flight of all data ranks; `forget` drops others' samples. ValueError if malformed."""
+        """Load all data ranks' samples in flight; `forget` drops others' samples. ValueError if malformed."""
         if not self._sharing.asks:
             return
         for part in parts:
@@ -186,7 +186,7 @@ class RemoteRollouts:
         return [_Asked(_mark(prompt), self._version, future) for prompt, future in zip(prompts, futures, strict=True)]
 
     def _draw(self, prompts: Sequence[Sequence[int]], ask: Callable[[], list[_Asked]]) -> Taken:
-        """Draw the samples that `ask` requests on all data replicas; request again if a server lost its weights."""
+        """Draw the samples of `ask` on all data replicas; request again if a server lost its weights."""
         for _ in range(_RESTARTS):
             taken = ask() if self._sharing.asks else []
             completions = self._await(taken)

@@ -28,7 +28,7 @@ _WAITING, _FAILED = 1, 2
 
 
 def wait_together(futures: Sequence[Future], timeout: float, *, tolerant: bool = False, stoppable: bool = True) -> bool:
-    """Wait until all are done on every rank, or one failed on some rank, unless `tolerant`: then False on all.
+    """Wait until all are done on every rank; False on all if one failed, unless `tolerant`.
 
     Ranks poll each other, so that no collective reaches its `timeout`.
 

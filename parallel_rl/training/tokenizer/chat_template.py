@@ -99,7 +99,6 @@ class ChatTemplate:
             return [text, *(self._reply(process) for _ in conversations[1:])]
 
     def _worker(self) -> subprocess.Popen[bytes]:
-        """Return the process, with the template compiled."""
         if self._process is None or self._process.poll() is not None:
             script = str(Path(__file__).with_name("template_worker.py"))
             self._process = subprocess.Popen(  # nosec B603 # fixed words
@@ -128,7 +127,6 @@ class ChatTemplate:
 
 
 def _ended(status: int) -> str:
-    """Describe why a process ended."""
     if status == -signal.SIGALRM:
         return f"takes more than {SECONDS:g} seconds"
     if status == -signal.SIGPROF:

@@ -105,7 +105,6 @@ class HuggingFaceTokenizer:
         return Target(tuple(tokens), None if all(mask) else tuple(mask))
 
     def _said(self, answer: str, last: bool) -> list[int]:
-        """Encode an answer, up to its end token."""
         ids = self.encode(answer)
         end = max((place for place, token in enumerate(ids) if token in self.vocabulary.ends), default=None)
         if end is not None:
@@ -170,7 +169,6 @@ def _tokenizer_json(folder: Path) -> Path:
 
 
 def _template(folder: Path, config: Mapping[str, object], options: ChatOptions) -> str:
-    """Return the source of the chosen template."""
     templates = _templates(folder, config)
     if not templates:
         raise ValueError(

@@ -11,7 +11,7 @@ from parallel_rl.training.tokenizer.protocol import Message, Tools
 def turns(
     template: ChatTemplate, messages: Sequence[Message], answers: Sequence[Message], tools: Tools = None
 ) -> Iterator[tuple[str, str]]:
-    """Iterate over each answer as the template writes it, and the text up to the next one ("" after the last).
+    """Iterate over answers as the template writes them, each with the text up to the next ("" at the end).
 
     An answer is what the rendering up to it adds to that of its prompt. Both must be prefixes of the whole rendering; then the
     answer's tokens are those that the policy would sample.

@@ -31,11 +31,10 @@ def check_mismatch(session: Session, config: RLConfig, made: Experience, at: Tra
         if count and not total / count <= server.max_mismatch:  # false for NaN
             version = config.policy_version(at.step)
             raise ValueError(
-                f"completion server {url}: its log-probs of the samples of step {at.step + 1} are {total / count:.3g} from the "
-                f"policy's, mean |log ratio| over {int(count)} tokens, and rl.server.max_mismatch = {server.max_mismatch:g}. "
-                f"The policy has version {version}, and the server is taken to have {version}, too, by what it says or was "
-                "last given: it has other weights, or its log-probs are of another distribution (temperature, top_k, top_p). "
-                "Fix that, or set max_mismatch to null for samples of any policy"
+                f"completion server {url}: step {at.step + 1}'s log-probs differ from the policy's (version {version}) by "
+                f"{total / count:.3g}, mean |log ratio| over {int(count)} tokens; rl.server.max_mismatch = "
+                f"{server.max_mismatch:g}. Give the server the policy's weights, temperature, top_k and top_p, or set "
+                "max_mismatch to null for samples of any policy"
             )
     total, count = sums.sum(0).tolist()
     return {"mismatch": total / count} if count and recomputed else {}
@@ -47,7 +46,7 @@ def _own_logprobs(session: Session, made: Experience) -> Tensor:
 
 
 def _sums(session: Session, made: Experience, own: Tensor, servers: int) -> Tensor:
-    """Sum |log ratio| and tokens per server, then of unknown servers: [servers + 1, 2] float64 on the host."""
+    """Sum |log ratio| and tokens per server, unknown ones last: [servers + 1, 2] float64 on the host."""
     assert made.generation_logprobs is not None and made.sample_mask is not None
     fresh = (made.others["staleness"] == 0) & made.sample_mask.bool()
     # −∞ is a token outside the policy's truncation; the loss masks it, too
