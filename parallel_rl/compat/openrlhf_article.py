@@ -49,7 +49,7 @@ class PolicyLoss(lightrft.PolicyLoss):
         global_valid_toks: Count | None = None,
         context_parallel_group: ProcessGroup | None = None,
     ) -> Tensor:
-        """Return the loss, with the counts of the step this rank's share, from [B, A/cp]; mask None: all."""
+        """Return the loss, or with counts of the step the local loss, from [B, A/cp]; mask None: all."""
         return super().forward(
             log_probs,
             old_log_probs,

@@ -106,7 +106,7 @@ class MixLossConfig:
 
 @register_loss("mix")
 class MixLossFn(ComponentsLoss[MixLossConfig]):
-    """Policy loss on the policy's rows and supervised loss on an expert's; this rank's share.
+    """Policy loss on the policy's rows and supervised loss on an expert's; the local loss.
 
         L = (1 − μ)·PolicyLoss(usual rows) + μ·NLL(expert rows)
 
