@@ -199,11 +199,7 @@ def own_counts(data: Mapping[str, Tensor], shift: bool = True) -> list[Tensor]:
 
 
 def check_masks(*batches: Mapping[str, Tensor]) -> None:
-    """Check the shapes of each batch's `token_mask` [B, S] and `sample_mask` [B].
-
-    Raises:
-        ValueError: one is missing or of another shape.
-    """
+    """Check that each batch has `token_mask` [B, S] and `sample_mask` [B]; else ValueError."""
     for data in batches:
         for name, dims, shape in (("token_mask", 2, "[B, S]"), ("sample_mask", 1, "[B]")):
             if name not in data:
@@ -218,22 +214,14 @@ def check_masks(*batches: Mapping[str, Tensor]) -> None:
 
 
 def check_mask_dtype(name: str, mask: Tensor) -> None:
-    """Refuse a mask that is complex, of floats of 8 bits, or requires a gradient.
-
-    Raises:
-        ValueError: it does.
-    """
+    """Raise ValueError for a mask that is complex, of 8-bit floats, or requires a gradient."""
     if mask.is_complex() or mask.requires_grad or (mask.is_floating_point() and mask.dtype.itemsize < 2):
         gradient = " that requires a gradient" if mask.requires_grad else ""
         raise ValueError(f"{name} must hold 0 and 1, as bools, integers or floats; got {mask.dtype}{gradient}")
 
 
 def check_zeros_and_ones(*batches: Mapping[str, Tensor], names: Sequence[str] = ("token_mask", "sample_mask")) -> None:
-    """Check the values of each batch's masks.
-
-    Raises:
-        ValueError: one that is neither 0 nor 1, with its place.
-    """
+    """Check that masks are 0 or 1; ValueError names the place."""
     for data in batches:
         for name in names:
             wrong = _fractional(data[name])

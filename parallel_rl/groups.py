@@ -71,11 +71,7 @@ def current_device() -> torch.device:
 
 
 def check_rank(rank: int | None, group: ProcessGroup | None) -> None:
-    """Compare the rank that a caller gave, if any, with the group's.
-
-    Raises:
-        ValueError: they differ.
-    """
+    """Compare the caller's rank, if any, with the group's; ValueError if they differ."""
     if rank is not None and rank != group_rank(group):
         raise ValueError(f"vocab_parallel_rank = {rank}, but this process is rank {group_rank(group)} of the group")
 
@@ -218,11 +214,7 @@ class ParallelGroups:
 
     @classmethod
     def from_megatron(cls) -> ParallelGroups:
-        """Take the groups of megatron-core's `parallel_state`.
-
-        Raises:
-            ValueError: `initialize_model_parallel` was not called.
-        """
+        """Take the groups of megatron-core's `parallel_state`; ValueError if not initialised."""
         from megatron.core import parallel_state
 
         if not parallel_state.model_parallel_is_initialized():
@@ -240,11 +232,7 @@ class ParallelGroups:
     def from_device_mesh(
         cls, mesh: DeviceMesh, *, tensor: str | None = None, context: str | None = None, data: str | None = None
     ) -> ParallelGroups:
-        """Take the groups of the named dimensions of a `DeviceMesh`; a dimension left out is a group of one.
-
-        Raises:
-            ValueError: a name that the mesh does not have.
-        """
+        """Take groups of a `DeviceMesh`'s named dimensions, one rank if left out; ValueError if unknown."""
         names = mesh.mesh_dim_names or ()
         for field, name in (("tensor", tensor), ("context", context), ("data", data)):
             if name is not None and name not in names:

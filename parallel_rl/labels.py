@@ -38,11 +38,7 @@ def with_labels(data: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
 
 
 def check_labels(data: Mapping[str, object]) -> None:
-    """Check shape and dtype of pre-shifted labels, and refuse `input_ids` beside them.
-
-    Raises:
-        ValueError: anything but integers [B, S]; input_ids other than the labels that `with_labels` put there.
-    """
+    """Check pre-shifted labels: integers [B, S], without other `input_ids`; else ValueError."""
     if not is_shifted(data):
         return
     labels = data[SHIFT_LABELS]

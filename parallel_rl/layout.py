@@ -199,11 +199,7 @@ class SequenceLayout:
         return self.sequence_ids * self.shape[1] + column.clamp(max=last), valid
 
     def check_logits(self, logits: Tensor) -> None:
-        """Check the shape of logits.
-
-        Raises:
-            ValueError: other than [*local_shape, V/tp].
-        """
+        """Check that logits are [*local_shape, V/tp]; else ValueError."""
         if logits.dim() != 3 or tuple(logits.shape[:2]) != self.local_shape:
             rows, width = self.local_shape
             raise ValueError(f"the logits have shape {list(logits.shape)}; the layout needs [{rows}, {width}, V/tp]")
@@ -228,11 +224,7 @@ class SequenceLayout:
         return torch.where(valid.view(-1, *[1] * (field.dim() - 2)), local, fill)
 
     def take(self, field: Tensor, shift: bool = True) -> Tensor:
-        """Do as `shard` for callers that mask: positions without a token hold anything.
-
-        Raises:
-            ValueError: a field of another shape.
-        """
+        """Call `shard` for callers that mask: other positions hold anything; ValueError for another shape."""
         if tuple(field.shape[:2]) != self.shape:
             raise ValueError(f"the field has shape {list(field.shape)}; the layout has [B, S] = {list(self.shape)}")
         index, _ = self.places(shift)

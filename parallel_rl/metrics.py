@@ -173,10 +173,7 @@ def reduce_metrics(metrics: Metrics | Sequence[Metrics], groups: ParallelGroups 
 
 
 def _of_rank(metrics: Sequence[Metrics]) -> tuple[list[str], Tensor]:
-    """Return the columns of a rank, "kind name" each, and their values [K] over its micro-batches.
-
-    Both are empty without micro-batches.
-    """
+    """Return a rank's columns, "kind name" each, and their values [K]; empty without micro-batches."""
     if isinstance(metrics, Mapping) or not isinstance(metrics, Iterable):
         raise ValueError(
             f"reduce_metrics takes the Metrics of one call, or a list of them; got {type(metrics).__name__}"

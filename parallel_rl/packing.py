@@ -24,11 +24,7 @@ if TYPE_CHECKING:
 
 
 def check_packed(loss_fn: LossFunction, data: Mapping[str, Tensor], packed: PackedSequences) -> None:
-    """Refuse packed sequences that end before their last token that carries loss, before a forward.
-
-    Raises:
-        ValueError: where values are looked at.
-    """
+    """Raise ValueError, where values are checked, for sequences that end before their last loss token."""
     data, lengths = with_labels(data), packed.cu_seqlens.diff()
     if isinstance(loss_fn, Loss) and checks_values(data["token_mask"]) and len(lengths) == len(data["token_mask"]):
         check_lengths(loss_fn.scored(data), lengths.to(data["token_mask"].device))

@@ -25,7 +25,6 @@ _ABOUT = "Losses for RL post-training, and a reference trainer on Megatron-core.
 
 
 def _parser() -> tuple[Parser, Mapping[str, argparse.ArgumentParser]]:
-    """Make the parser, and those of its commands."""
     parser = Parser("parallel-rl", description=_ABOUT, allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"parallel-rl {__version__}")
     commands = cast(

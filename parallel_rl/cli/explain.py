@@ -24,11 +24,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], ve
 
 
 def write(known: argparse.Namespace) -> int:
-    """Write the page.
-
-    Raises:
-        ValueError: bad input. OSError: the page cannot be written.
-    """
+    """Write the page; ValueError for bad input, OSError if the page cannot be written."""
     from parallel_rl.explain.page import check_extras, page
     from parallel_rl.explain.read import read_step
 

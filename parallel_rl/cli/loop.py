@@ -14,11 +14,7 @@ from parallel_rl.cluster.exit import failed, leave
 
 
 def read(path: str) -> str:
-    """Return the text of a loop.
-
-    Raises:
-        ValueError: no file, or no Python.
-    """
+    """Return the text of a loop; ValueError without a file, or for text that is no Python."""
     try:
         text = Path(path).read_text(encoding="utf-8")
         compile(text, path, "exec")

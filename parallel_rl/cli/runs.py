@@ -206,11 +206,7 @@ def source(recipe: str | None, rest: Sequence[str], command: str) -> tuple[str, 
 
 
 def config_of(checkpoint: str) -> str:
-    """Find the config file of a checkpoint.
-
-    Raises:
-        ValueError: there is none, or no checkpoint.
-    """
+    """Find the config file of a checkpoint; ValueError without a config or a checkpoint."""
     folder = Path(checkpoint).absolute()
     file = folder.parent.parent / "config.yaml"
     if not folder.is_dir() or not file.is_file():
@@ -222,11 +218,7 @@ def config_of(checkpoint: str) -> str:
 
 
 def import_modules(names: Sequence[str]) -> None:
-    """Import modules of the user's, from the working folder too.
-
-    Raises:
-        ValueError: one cannot be imported, or ends the program.
-    """
+    """Import the user's modules, also from the working folder; ValueError if one fails or exits."""
     for name in names:
         if os.getcwd() not in sys.path:
             sys.path.append(os.getcwd())

@@ -41,11 +41,7 @@ def options_of(parser: argparse.ArgumentParser) -> list[str]:
 
 
 def check_options(rest: Sequence[str], options: Iterable[str], command: str, has_config: bool) -> None:
-    """Refuse an option that is like one of the command's; the config, if there is one, judges all others.
-
-    Raises:
-        ValueError: names the option and the nearest one.
-    """
+    """Refuse an option that is like one of the command's; ValueError names the nearest one."""
     unknown = unknown_option(rest, options, f"parallel-rl {command}", _sections())
     if "; " in unknown or (unknown and not has_config):
         raise ValueError(unknown)

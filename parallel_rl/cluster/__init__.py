@@ -1,4 +1,1 @@
-"""The life of a process on a cluster: submission to Slurm, preemption, hangs, heartbeats and exit codes.
-
-Nothing here knows of training; the trainer calls it.
-"""
+"""The life of a process on a cluster: submission to Slurm, preemption, hangs, heartbeats and exit codes."""

@@ -66,10 +66,7 @@ def _reader_left(error: BaseException) -> bool:
 
 
 def _is_meant(error: BaseException | None) -> bool:
-    """Return whether the message alone explains an error: ours, or the system's that names a file.
-
-    What torch raises in C++ ends in our line, too, but not in a `raise`.
-    """
+    """Return whether the message alone explains an error: our `raise`, or a system error with a file."""
     if error is None or (isinstance(error, OSError) and error.filename is not None):
         return True
     if isinstance(error, ValueError):

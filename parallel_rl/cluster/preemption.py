@@ -1,8 +1,7 @@
-"""Stopping in time: something asks for it, all ranks agree on it between two steps, and a marker asks to be started again.
+"""Preemption: a stop request, agreed on by all ranks between two steps, and a marker that requests a restart.
 
-A stop is asked for by SIGUSR1 or SIGTERM to any rank, while it starts and while it saves too, or by a file STOP in the folder
-that PARALLEL_RL_JOB_DIR names. What stops with steps left leaves a file REQUEUE there. torchrun hands SIGTERM on to its ranks
-and kills them 30 s later (--shutdown-timeout): the rest of a step and a save must fit in.
+SIGUSR1 or SIGTERM to any rank, or a file STOP in PARALLEL_RL_JOB_DIR, request a stop. A run stopped early leaves a file
+REQUEUE there. torchrun kills its ranks 30 s after SIGTERM (--shutdown-timeout): the rest of a step and a save must fit in.
 """
 
 from __future__ import annotations
@@ -127,7 +126,6 @@ def _remember(number: int, frame: FrameType | None) -> None:
 
 
 def _asked_by_file() -> bool:
-    """Look for the file of a request, on one rank of each node."""
     folder = _job_folder()
     return folder is not None and os.environ.get("LOCAL_RANK", "0") == "0" and (folder / "STOP").exists()
 

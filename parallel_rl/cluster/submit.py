@@ -254,7 +254,6 @@ def _settings() -> dict[str, str]:
 
 
 def _logs(flags: Mapping[str, str], site: Mapping[str, str]) -> str:
-    """Say where the logs of job %j come."""
     batch = flags.get("output") or site.get("SBATCH_OUTPUT") or f"slurm-{_name(flags, site)}-%j.out"
     return f"its log comes to {batch}, those of the ranks to {site.get('LOG_DIR') or 'runs/slurm'}/%j"
 
@@ -264,7 +263,6 @@ def _name(flags: Mapping[str, str], site: Mapping[str, str]) -> str:
 
 
 def _ranks(resources: Resources, site: Mapping[str, str], path: Path) -> int:
-    """Count the ranks of a node."""
     wanted, held, gpus = resources.ranks_per_node, site.get("NPROC_PER_NODE"), _gpus(resources, site)
     if wanted is not None and held != str(wanted):
         raise ValueError(

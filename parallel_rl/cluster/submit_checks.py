@@ -28,11 +28,7 @@ def notice_of(signal: str) -> int:
 
 
 def check_requeue(words: Sequence[str], site: Mapping[str, str]) -> None:
-    """Refuse a job that may not go back to the queue.
-
-    Raises:
-        ValueError: --no-requeue among the words for sbatch, or SBATCH_NO_REQUEUE without --requeue.
-    """
+    """Refuse a job that may not be requeued, by --no-requeue or SBATCH_NO_REQUEUE, with a ValueError."""
     last = [
         word for word in words if word == "--requeue" or (word.startswith("--no-r") and "--no-requeue".startswith(word))
     ]
@@ -114,11 +110,7 @@ def check_site(nodes: int, servers: bool, site: Mapping[str, str]) -> tuple[str,
 
 
 def check_python(site: Mapping[str, str]) -> str | None:
-    """Return a warning where the job's Python is not there.
-
-    Raises:
-        ValueError: PYTHON names no program.
-    """
+    """Return a warning if the job's Python is missing; ValueError if PYTHON names no program."""
     if site.get("CONTAINER_IMAGE"):
         return None  # it is the image's
     python = site.get("PYTHON")
@@ -134,11 +126,7 @@ def check_python(site: Mapping[str, str]) -> str | None:
 
 
 def check_rendezvous(nodes: int, site: Mapping[str, str]) -> list[str]:
-    """Return warnings of a place to meet that the job did not choose.
-
-    Raises:
-        ValueError: MASTER_ADDR is each node itself, and there are several.
-    """
+    """Return warnings of an inherited rendezvous; ValueError if several nodes each name themselves."""
     address = site.get("MASTER_ADDR")
     if nodes > 1 and address and _LOOPBACK.fullmatch(address.lower()):
         raise ValueError(

@@ -1,9 +1,7 @@
-"""The watchdog: a thread beside the run that notices when nothing moves any more, and then reports who waits for whom.
+"""The watchdog: a thread that notices when nothing progresses, and reports which rank waits for which.
 
-A rank that waits in a collective for nearly `run.timeout` seconds raises the alarm; so does one whose collective fails because
-a peer is gone, and one that fails by itself. Every rank then leaves word of where it is in a store outside the ranks
-(torchrun's, on the first node), reads what the others left, prints all of it and ends. Work outside of collectives, such as a
-reward function, may take as long as it likes; where other ranks wait for it in one, run.timeout must be longer.
+A rank raises the alarm if it waits in a collective for nearly `run.timeout` seconds, or fails. Every rank then writes its
+position to a store outside the ranks, prints all positions and ends. Work outside of collectives is not limited.
 """
 
 from __future__ import annotations
@@ -230,12 +228,7 @@ class _Watch:
         return Post(kind, self._rank, self._host, what, heartbeat.step_name(), heartbeat.doing(), age, reason)
 
     def _stuck(self, now: float) -> str:
-        """Return the activity that has not moved since SIGTERM came, such as a read or a reward.
-
-        SIGKILL follows soon.
-
-        Empty while it writes a checkpoint, in one long call: that may still end in time.
-        """
+        """Return the activity that has not moved since SIGTERM; "" during a checkpoint's one long write."""
         ending, still = preemption.ending(), now - self._moved
         if ending is None or min(ending, still) < _TERM or heartbeat.saving() or self._waits():
             return ""

@@ -81,7 +81,7 @@ class Step:
 def token_mean(
     values: Tensor, mask: Tensor, count: Count | None = None, context_group: ProcessGroup | None = None
 ) -> Tensor:
-    """Compute this rank's share of the mean over valid tokens, spread over the context ranks; 0 of none.
+    """Compute this rank's part of the mean over valid tokens, spread over the context ranks; 0 of none.
 
     Args:
         values: any shape, NaN or inf where masked. mask: bool, of that shape. count: valid tokens of the step; None: of the

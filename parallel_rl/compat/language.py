@@ -78,7 +78,7 @@ class GPTLMLoss(nn.Module):
         context_parallel_group: ProcessGroup | None = None,
         cp_layout: CPLayout = "zigzag",
     ) -> Tensor:
-        """Return the loss; with `global_valid_toks` (`count_valid` of the labels' mask) this rank's share.
+        """Return the loss; with `global_valid_toks` (`count_valid` of the labels' mask) the local loss.
 
         Args:
             logits: [..., S/cp, V/tp]. labels: [..., S/cp] token ids aligned with the logits; −100 is ignored.
@@ -112,7 +112,7 @@ class KDLoss(nn.Module):
         vocab_parallel_group: ProcessGroup | None = None,
         context_parallel_group: ProcessGroup | None = None,
     ) -> Tensor:
-        """Return the loss; with `global_valid_toks` (labels of the step that are not −100) this rank's share.
+        """Return the loss; with `global_valid_toks` (labels of the step that are not −100) the local loss.
 
         Args:
             logits, teacher_logits: [..., S/cp, V/tp]; the teacher is a constant. label: [..., S/cp].

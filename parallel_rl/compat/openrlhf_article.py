@@ -1,7 +1,4 @@
-"""OpenRLHF's losses of its article and of the releases of that time; the present ones are in `compat.openrlhf`.
-
-Policy and value loss average each row first, then the rows, and return the scalar alone; the other losses are the same.
-"""
+"""OpenRLHF's losses of its article; policy and value loss average each row first and return the scalar alone."""
 
 from __future__ import annotations
 
@@ -52,7 +49,7 @@ class PolicyLoss(lightrft.PolicyLoss):
         global_valid_toks: Count | None = None,
         context_parallel_group: ProcessGroup | None = None,
     ) -> Tensor:
-        """Return the loss, with the counts of the step this rank's share, from [B, A/cp]; mask None: all."""
+        """Return the loss, or with counts of the step the local loss, from [B, A/cp]; mask None: all."""
         return super().forward(
             log_probs,
             old_log_probs,

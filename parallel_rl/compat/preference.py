@@ -37,7 +37,7 @@ class PairWiseLoss(nn.Module):
         global_valid_seqs: Count | None = None,
         context_parallel_group: ProcessGroup | None = None,
     ) -> Tensor:
-        """Return the loss; with `global_valid_seqs` (both rows of each pair count) this rank's share.
+        """Return the loss; with `global_valid_seqs` (both rows of each pair count) the local loss.
 
         Args:
             chosen_reward, reject_reward: any shape, whole on every context rank. margin: broadcast.
@@ -61,7 +61,7 @@ class LogExpLoss(nn.Module):
         global_valid_seqs: Count | None = None,
         context_parallel_group: ProcessGroup | None = None,
     ) -> Tensor:
-        """Return the loss; with `global_valid_seqs` (both rows of each pair count) this rank's share."""
+        """Return the loss; with `global_valid_seqs` (both rows of each pair count) the local loss."""
         return row_mean(log_exp(chosen_reward, reject_reward), pairs(global_valid_seqs), context_parallel_group)
 
 

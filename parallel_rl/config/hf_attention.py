@@ -1,7 +1,6 @@
 """Rotary positions and sliding windows of config.json, in transformers 4's keys and in 5's.
 
-transformers 5 moved `rope_theta` and `rope_scaling` into `rope_parameters` and lists windows in `layer_types`. It still reads
-the old keys. Two keys that set one thing must agree: transformers prefers one of them in silence.
+Two keys that set one value must agree: transformers prefers one of them in silence.
 """
 
 from __future__ import annotations

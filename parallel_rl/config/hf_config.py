@@ -19,11 +19,7 @@ _QUANTISED = ("quantization_config", "quantization", "compression_config")  # th
 
 
 def read_json(path: Path) -> dict[str, object]:
-    """Read a JSON file that holds a mapping.
-
-    Raises:
-        ValueError: no such file, or it holds anything else.
-    """
+    """Read a JSON file that holds a mapping; ValueError for anything else."""
     try:
         tree = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -49,11 +45,7 @@ def is_hf(folder: str | Path) -> bool:
 
 
 def read_hf(folder: str | Path) -> HFModel:
-    """Read a folder's config.json, on this rank alone.
-
-    Raises:
-        ValueError: it is missing or malformed, or describes a model that is not supported.
-    """
+    """Read a folder's config.json, on this rank alone; ValueError if missing, malformed or unsupported."""
     path = Path(folder) / CONFIG
     if not path.parent.is_dir():  # such as the Hub's name that a ported config has
         raise ValueError(

@@ -82,11 +82,7 @@ class Secret:
 
     @classmethod
     def of_environment(cls, name: str) -> Secret:
-        """Read the key that an environment variable holds.
-
-        Raises:
-            ValueError: it is not there, empty, or has a character that a header cannot have; the message does not have it.
-        """
+        """Read a key from an environment variable; ValueError, without the key, if unset or malformed."""
         value = os.environ.get(name)
         if not value:
             raise ValueError(f"api_key_env = {name!r}: the environment has no such variable, or it is empty")

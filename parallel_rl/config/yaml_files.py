@@ -81,11 +81,7 @@ def read_tree(path: Path) -> Tree:
 
 
 def read_layers(path: Path) -> list[tuple[Path, Tree]]:
-    """Read a YAML file and the files below it, see `read_tree`: the lowest first, each with its path.
-
-    Raises:
-        ValueError: as `read_tree`.
-    """
+    """Read a YAML file and the files it extends, lowest first, each with its path; see `read_tree`."""
     return _read(path, ())
 
 

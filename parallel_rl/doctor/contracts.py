@@ -25,7 +25,6 @@ def ask_contracts() -> list[Finding]:
 
 
 def _rank(rank: int) -> dict[str, object]:
-    """Return each case's result on this rank, or its error."""
     found: dict[str, object] = {}
     for name, (ask, _) in _CASES.items():
         try:
@@ -49,10 +48,7 @@ def _groups(rank: int) -> object:
 
 
 def _scaling(rank: int) -> object:
-    """Return the weights that a three-value callback gives to this rank's token sum at CP 2.
-
-    The ranks hold 1 and 3 valid tokens.
-    """
+    """Return a three-value callback's weights of the token sum at CP 2, with 1 and 3 valid tokens."""
     tokens = torch.tensor([1, 3][rank], dtype=torch.int)
     return _scaled((tokens, {}), per_token=False, micro_batches=1) / 2  # DDP averages over both context ranks
 

@@ -51,10 +51,7 @@ def _gathered() -> str:
 
 
 def _heads() -> str:
-    """Return the heads' gradients: four micro-batches, or two context ranks, against one.
-
-    Both settings are compared.
-    """
+    """Return the heads' gradients of four micro-batches, or two context ranks, against one."""
     shown = []
     for per_token in (False, True):
         for layout in (StepLayout(per_token=per_token), StepLayout(cp=2, per_token=per_token, micro=1)):

@@ -1,8 +1,4 @@
-"""Experience from prompts: samples, rewards, log-probs, KL, shaping, dynamic sampling, advantages.
-
-The trainer and `ExperienceMaker` share `pipeline` and `draw_groups`. Advantage estimators belong in `parallel_rl.advantages`,
-pointwise mathematics in `parallel_rl.functional`, the order of records and layouts in the trainer.
-"""
+"""Experience from prompts: samples, rewards, log-probs, KL, shaping, dynamic sampling, advantages."""
 
 from parallel_rl.experience.dynamic_sampling import Drawn, DynamicSampling, draw_groups
 from parallel_rl.experience.failures import FailedSamplesConfig, SampleFailures

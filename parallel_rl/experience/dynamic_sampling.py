@@ -36,7 +36,7 @@ class DynamicSampling:
             raise ValueError(f"max_rounds = {self.max_rounds} must be at least 2: with one nothing is drawn again")
 
     def keeps(self, rewards: Tensor) -> list[bool]:
-        """Return whether each prompt stays, from the rewards [prompts, samples] of its samples; NaN for failed ones.
+        """Return whether each prompt stays, from rewards [prompts, samples]; NaN for failed samples.
 
         >>> DynamicSampling().keeps(torch.tensor([[1.0, 0.0], [1.0, 1.0]]))
         [True, False]

@@ -1,4 +1,4 @@
-"""The experience maker: the functions of `pipeline` behind the face of LightRFT's."""
+"""The experience maker: `pipeline`'s functions behind LightRFT's interface."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Sources(Models, Generic[PromptT]):
 
 
 def text_rewards(reward: RewardFunction) -> Callable[[Samples], Tensor]:
-    """A score for `Sources` from a reward function on texts: of `prompts`, `completions` and `answers` (none: empty ones).
+    """Make a score for `Sources` from a reward function on texts: `prompts`, `completions`, `answers`.
 
     The reward of a sample that failed is NaN, with a warning.
 
@@ -77,27 +77,27 @@ def text_rewards(reward: RewardFunction) -> Callable[[Samples], Tensor]:
 
 
 class Made(NamedTuple):
-    """The step's experience on this data rank, and what to log of it (`reduce_metrics([metrics], groups)`)."""
+    """Experience of a step on this data rank, and metrics to log (`reduce_metrics([metrics], groups)`)."""
 
     experience: Experience
     metrics: Metrics
 
 
 class ExperienceMaker(Generic[PromptT]):
-    """Makes the experience of a step, the same for any split of its prompts over data ranks. The order is
+    """Maker of a step's experience, the same for any split of its prompts over data ranks.
 
-        generate → score (with dynamic sampling: again, for other prompts in place of those that teach nothing)
+        generate → score (with dynamic sampling: again, for replaced prompts)
         → log-probs of policy and reference, values → KL → reward scale → overlong → running norm → clip
         → advantages, with the KL in the reward → prompt weights → mask of truncated responses → KL controller
 
     Args:
         config: see `ExperienceConfig`; a mapping will do.
         sources: see `Sources`.
-        groups: `data` are the ranks that draw the other prompts. A prompt's samples are drawn on one rank, or, without dynamic
-            sampling, on several where `generate` names their groups by `group_ids`.
+        groups: `data` are the ranks with other prompts. A prompt's samples are on one rank, or, without dynamic sampling, on
+            several if `generate` sets `group_ids`.
 
     Raises:
-        ValueError: an option that is not valid, or a source that the options need and that is missing.
+        ValueError: an invalid option, or a missing source that the options need.
     """
 
     def __init__(
@@ -122,11 +122,11 @@ class ExperienceMaker(Generic[PromptT]):
 
     @torch.no_grad()
     def make(self, prompts: Sequence[PromptT]) -> Made:
-        """The experience of this rank's prompts; every data rank calls it.
+        """Make the experience of this rank's prompts; every data rank calls it.
 
         Raises:
-            ValueError: what a source raised on any rank, or gave in a wrong shape; no prompts; what `estimate` refuses; dynamic
-                sampling that ran out of rounds; too many samples that failed. On all data ranks alike.
+            ValueError: on all data ranks: a source failed or returned a wrong shape; no prompts; `estimate` refuses; dynamic
+                sampling ran out of rounds; too many samples failed.
         """
         config, groups = self.config, self.groups
         drawn = self._draw(prompts)
@@ -161,15 +161,11 @@ class ExperienceMaker(Generic[PromptT]):
         return Made(made, _metrics(made, drawn, clipped & keep, failed, counts=groups.cp_rank == 0))
 
     def state_dict(self) -> dict[str, dict[str, float]]:
-        """The state for a checkpoint: of the KL controller and of the running moments of the rewards."""
+        """Return the state of KL controller and running moments for a checkpoint."""
         return {"controller": self.controller.state_dict(), "running": self.running.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Mapping[str, float]]) -> None:
-        """Goes on from a checkpoint.
-
-        Raises:
-            ValueError: `state` is not one of an experience maker.
-        """
+        """Continue from a checkpoint; ValueError for the state of something else."""
         if set(state) != {"controller", "running"}:
             raise ValueError(f"the state has {sorted(state)}; an experience maker needs controller and running")
         self.controller.load_state_dict(state["controller"])
@@ -180,18 +176,18 @@ class ExperienceMaker(Generic[PromptT]):
         own = {"kl": "reference_logprobs", "values": "values"}
         if name in own:
             return own[name], getattr(self.sources, own[name]) is not None
-        # whether the sampler gives log-probs is known when it has sampled
+        # known only after sampling
         return f"others[{name!r}]", name in (*_MADE_HERE, "prev_logprobs", *self.sources.others)
 
     def _draw(self, prompts: Sequence[PromptT]) -> Drawn:
-        """Samples of these prompts, and of others in place of those that do not stay, with group ids."""
+        """Draw samples of these prompts, with replacements of dropped ones and group ids."""
         sources, size, groups = self.sources, self.config.samples_per_prompt, self.groups
         grouped, dynamic = self.config.advantages.grouped, self.config.dynamic_sampling
 
         def draw(missing: Sequence[int], number: int) -> tuple[Samples, Tensor] | None:
             def work() -> tuple[Samples, Tensor, dict[str, Tensor]] | None:
                 asked = _others(sources, len(missing)) if number else prompts
-                # a rank that has all it needs only keeps the others company, but for the first round
+                # a rank with enough samples still takes part in each round
                 return _generate(sources, asked, size, self.failures) if asked or not number else None
 
             result = raise_on_all_ranks(work, [groups.data])
@@ -205,7 +201,7 @@ class ExperienceMaker(Generic[PromptT]):
         drawn = drawn._replace(keep=drawn.keep & ~failed, rewards=drawn.rewards.nan_to_num(0.0))
         samples = drawn.samples
         if samples.group_ids is None:
-            own = torch.arange(len(samples)) // size + (groups.dp_rank << 40)  # ids of no other rank
+            own = torch.arange(len(samples)) // size + (groups.dp_rank << 40)  # unique over ranks
             samples = replace(samples, group_ids=own.to(samples.lengths.device))
         elif dynamic is not None:
             columns = {"rewards": torch.zeros_like(samples.group_ids).double(), "group_ids": samples.group_ids}
@@ -220,7 +216,7 @@ class ExperienceMaker(Generic[PromptT]):
 def _generate(
     sources: Sources[PromptT], prompts: Sequence[PromptT], count: int, failures: SampleFailures
 ) -> tuple[Samples, Tensor, dict[str, Tensor]]:
-    """Samples and their rewards, NaN for those that failed, with masks of these by cause."""
+    """Sample and score; failed samples have NaN rewards and are marked by cause."""
     if not prompts:
         raise ValueError("there are no prompts to make experience of")
     samples, retries = _samples(sources, prompts, count), failures.config.retries
@@ -264,7 +260,7 @@ def _rewards(sources: Sources[PromptT], samples: Samples) -> Tensor:
 
 
 def _whole(table: SampleTable, size: int) -> Tensor:
-    """The sizes of groups that dynamic sampling has judged as a whole: `size` samples each, from one call of `generate`."""
+    """List the sizes of whole groups from one call of `generate`, for dynamic sampling."""
     if bool((table.count != size).any()):
         at = int((table.count != size).nonzero()[0, 0])
         raise ValueError(
@@ -292,7 +288,7 @@ def _info(samples: Samples, rewards: Tensor, kl: Tensor) -> dict[str, Tensor]:
 
 
 def _metrics(made: Experience, drawn: Drawn, clipped: Tensor, failed: Mapping[str, float], *, counts: bool) -> Metrics:
-    """Means over the samples that count, of all ranks, once they are reduced; one of those with the same samples `counts`."""
+    """Average over all ranks' counted samples, with one denominator for metrics of the same `counts`."""
     keep, count = drawn.keep, drawn.keep.sum().double()
     assert made.info is not None and made.rewards is not None and made.kl is not None
 

@@ -1,6 +1,6 @@
 """Process that compares answers by math-verify: JSON lines [completion, answer] in, 0 or 1 a line out.
 
-Run by its path, to start without torch. A power tower keeps sympy busy for ever; the caller then kills the process.
+Run by its path, to start without torch; the caller kills it if sympy never ends.
 """
 
 from __future__ import annotations

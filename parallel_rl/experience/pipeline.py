@@ -1,8 +1,4 @@
-"""Experience from samples: models' fields, shaped rewards, the KL in the reward, advantages.
-
-The trainer's RL step and `ExperienceMaker` call these functions in this order, after `draw_groups` and a score. They are
-independent of the sampler, the scorer and the trained model.
-"""
+"""Experience from samples: models' fields, shaped rewards, the KL in the reward, advantages."""
 
 from __future__ import annotations
 

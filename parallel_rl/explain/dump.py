@@ -162,10 +162,7 @@ class _Recorder(LossWrapper):
 
 
 def _lengths(call: LossCall, batch: TokenBatch) -> Tensor:
-    """Return the lengths [B] of packed rows or of the data's rows.
-
-    Without either, a row ends at the last token of any mask or component.
-    """
+    """Return [B] lengths of rows; without bounds a row ends at the last token of any mask."""
     data, layout = call.data, batch.local.layout
     masked = data["token_mask"].bool() | valid_tokens(data, batch.local.requirements.shift) | batch.local.valid
     column = torch.arange(1, layout.shape[1] + 1, device=masked.device)

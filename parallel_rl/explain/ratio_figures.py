@@ -44,10 +44,7 @@ def _of_ratio(logs: np.ndarray) -> dict[str, Cell]:
 
 
 def _range(step: Step) -> tuple[float, float]:
-    """Return the clip's bounds, between the ratios on both sides of each.
-
-    A bound is infinite where no token is beyond.
-    """
+    """Return the clip's bounds, between the ratios on both sides of each; infinite without tokens beyond."""
     ratio, bounds = step.value("ratio"), [np.nan, np.nan]
     if ratio is None:
         return np.nan, np.nan

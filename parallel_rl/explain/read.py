@@ -78,12 +78,7 @@ class Step:
 
 
 def read_step(path: str | Path) -> Step:
-    """Read a dump: the folder that `dump_step` wrote, or a run's folder with one in it.
-
-    Raises:
-        ValueError: nothing is there, a file is of another program, cut short or corrupt, or some files are missing or of
-            another step.
-    """
+    """Read a dump, from its folder or a run's folder; ValueError if missing, incomplete or corrupt."""
     folder = _folder(Path(path))
     files = sorted(folder.glob("piece_*_of_*.npz"))
     number = files[0].stem.rpartition("_")[2]

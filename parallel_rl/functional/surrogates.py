@@ -247,7 +247,6 @@ class CPGD(Surrogate, name="cpgd"):
         return Clipped(low, high, driven_out(low, high, terms.advantages))
 
     def _bounds(self) -> list[float]:
-        """Return the bounds of the log-ratio."""
         return torch.tensor([1 - self.clip_low, 1 + self.clip_high], dtype=torch.float64).log().tolist()
 
 

@@ -68,7 +68,7 @@ class HostLoss:
         advantages: Tensor,
         loss_mask: Tensor,
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Compute this rank's share of the loss, and metrics to sum over data ranks (`.../max`: maximum).
+        """Compute this rank's local loss, and metrics to sum over data ranks (`.../max`: maximum).
 
         Args:
             logits: [T, V]. labels: [T], already shifted. The others: [T], else ValueError.

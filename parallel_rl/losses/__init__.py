@@ -1,8 +1,4 @@
-"""Catalogue of the losses, one file each, with their options; importing it registers them all.
-
-`scores` and `teacher_topk` compute a batch's log-probs, or a teacher's top-k, as data for a later loss. How a loss runs is in
-`core`, its pointwise mathematics in `parallel_rl.functional`.
-"""
+"""Catalogue of the losses, one file each, with their options; importing it registers them all."""
 
 from parallel_rl.losses.clipped_pg import ClippedPGLossFn
 from parallel_rl.losses.clipped_pg_config import ClippedPGLossConfig

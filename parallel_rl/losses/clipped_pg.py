@@ -22,7 +22,7 @@ from parallel_rl.metrics import Metric, Metrics
 
 @register_loss("clipped_pg")
 class ClippedPGLossFn(PolicyLoss[ClippedPGLossConfig]):
-    """Clipped policy gradient with KL to a reference and off-policy correction; this rank's share.
+    """Clipped policy gradient with KL to a reference and off-policy correction; the local loss.
 
         L = AGG(ω·x) + β·AGG(kl) + μ·NLL(reward > 0),    x = max(−A·ρ, −A·clip(ρ, 1 − ε_min, 1 + ε_max))
 

@@ -85,7 +85,7 @@ class ComponentsLossConfig:
 
 @register_loss("components")
 class ComponentsLossFn(ComponentsLoss[ComponentsLossConfig]):
-    """Sum of named losses on one read of the logits, or of the hidden states; this rank's share.
+    """Sum of named losses on one read of the logits, or of the hidden states; the local loss.
 
         L = Σ_c λ_c·L_c,    L_c the loss of component c on its own tokens, divided by its own counts of the step
 

@@ -82,7 +82,7 @@ class DistillationLossConfig:
 
 @register_loss("distillation")
 class DistillationLossFn(RowLoss[DistillationLossConfig]):
-    """KL between a teacher's top-k distribution and the student's; this rank's share.
+    """KL between a teacher's top-k distribution and the student's; the local loss.
 
         L = AGG(w·Σ_k p(log p − log q) + (1 − w)·Σ_k q(log q − log p))
 

@@ -60,7 +60,7 @@ class FullDistillationLossConfig:
 
 @register_loss("full_distillation")
 class FullDistillationLossFn(RowLoss[FullDistillationLossConfig]):
-    """Divergence of the student from the teacher over the whole vocabulary; this rank's share.
+    """Divergence of the student from the teacher over the whole vocabulary; the local loss.
 
         L = AGG(D(p, q)),    p = softmax(teacher_logits / T_p), q = softmax(logits / T_q)
 

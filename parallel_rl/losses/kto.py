@@ -46,7 +46,7 @@ class KTOLossConfig:
 
 @register_loss("kto")
 class KTOLossFn(LossFn[KTOLossConfig]):
-    """KTO on unpaired, labelled responses; this rank's share.
+    """KTO on unpaired, labelled responses; the local loss.
 
         L = Σ_rows λ·(1 − σ(±β·(D − z₀))) / N_labelled,    D = Σ_t log π − log π_ref,    z₀ = max(0, mean of D over KL rows)
 

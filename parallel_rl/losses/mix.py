@@ -81,11 +81,7 @@ class MuSchedule:
         return {"steps": self.steps}
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
-        """Continue from a `state_dict`.
-
-        Raises:
-            ValueError: anything else.
-        """
+        """Continue from a `state_dict`; ValueError for anything else."""
         steps: object = state.get("steps")
         if set(state) != {"steps"} or not isinstance(steps, int) or isinstance(steps, bool) or steps < 0:
             raise ValueError(f"the state of a MuSchedule is {{'steps': a number ≥ 0}}, got {dict(state)}")
@@ -115,7 +111,7 @@ class MixLossConfig:
 
 @register_loss("mix")
 class MixLossFn(ComponentsLoss[MixLossConfig]):
-    """Policy loss on the policy's rows and supervised loss on an expert's; this rank's share.
+    """Policy loss on the policy's rows and supervised loss on an expert's; the local loss.
 
         L = (1 − μ)·PolicyLoss(usual rows) + μ·NLL(expert rows)
 

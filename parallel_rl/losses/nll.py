@@ -50,7 +50,7 @@ class NLLLossConfig:
 
 @register_loss("nll")
 class NLLLoss(LossFn[NLLLossConfig]):
-    """Negative log-likelihood of the valid tokens, optionally weighted by probability; this rank's share.
+    """Negative log-likelihood of the valid tokens, optionally weighted by probability; the local loss.
 
         L = −AGG(w(π(y))·log π(y)),    w constant; by default L = −Σ token_mask·log π(y) / N_tok
 

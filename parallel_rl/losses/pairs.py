@@ -67,7 +67,7 @@ def pair_mask(batch: TokenBatch) -> Tensor:
 
 
 def pair_mean(batch: TokenBatch, per_pair: Tensor) -> Tensor:
-    """Return this rank's share of Σ_pairs x / (N_seq / 2), in the dtype of the mathematics."""
+    """Return this rank's part of Σ_pairs x / (N_seq / 2), in the dtype of the mathematics."""
     share = batch.sequence_sum(per_pair, pair_mask(batch), batch.counts.seqs / 2)
     return share.to(batch.output.dtype)
 
@@ -85,7 +85,7 @@ def pair_metrics(batch: TokenBatch, chosen: Tensor, rejected: Tensor) -> dict[st
 
 
 def chosen_nll(batch: TokenBatch, average: bool) -> Tensor:
-    """Average the chosen response's NLL, a sum over tokens or a mean, over pairs: this rank's share."""
+    """Average the chosen response's NLL, a sum over tokens or a mean, over pairs: the local loss."""
     mode: Aggregation = "seq-mean-token-mean" if average else "seq-mean-token-sum"
     weights = token_weights(mode, batch.tokens_per_sequence, batch.counts)
     chosen = torch.arange(weights.numel(), device=weights.device) % 2 == 0

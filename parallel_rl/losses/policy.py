@@ -259,7 +259,7 @@ class PolicyLoss(LossFn[ConfigT]):
 
 @register_loss("policy")
 class PolicyLossFn(PolicyLoss[PolicyLossConfig]):
-    """Policy gradient of every recipe; this rank's share.
+    """Policy gradient of every recipe; the local loss.
 
         L = AGG(ω·x(ρ, A, l)·1[kept]) + β·AGG(kl) − c·AGG(entropy) + μ·NLL(reward > 0)
 

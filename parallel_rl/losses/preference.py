@@ -94,7 +94,7 @@ def check_smoothing(label_smoothing: float) -> None:
 
 @register_loss("dpo")
 class DPOLossFn(PreferenceWithNLL[DPOLossConfig]):
-    """Direct preference optimization with a supervised term on the chosen responses; this rank's share.
+    """Direct preference optimization with a supervised term on the chosen responses; the local loss.
 
         L = Σ_pairs [w_p·f(D_chosen, D_rejected) + w_s·NLL_chosen] / (N_seq / 2),    D = Σ_t log π − log π_ref
 

@@ -62,7 +62,7 @@ class PRMLossConfig:
 
 @register_loss("prm")
 class PRMLossFn(LossFn[PRMLossConfig]):
-    """Cross-entropy of step rewards at the placeholders; this rank's share.
+    """Cross-entropy of step rewards at the placeholders; the local loss.
 
         L = −Σ_placeholders log softmax(z)[label] / N_scored,    soft labels p: −p·log softmax(z)₀ − (1 − p)·log softmax(z)₁
 

@@ -40,7 +40,7 @@ class SimPOLossConfig:
 
 @register_loss("simpo")
 class SimPOLossFn(LossFn[SimPOLossConfig]):
-    """Simple preference optimization; this rank's share.
+    """Simple preference optimization; the local loss.
 
         L = Σ_pairs −log σ(β·(a_chosen − a_rejected) − γ) / (N_seq / 2),    a = the mean log π of a response's tokens
 
@@ -90,7 +90,7 @@ class CPOLossConfig:
 
 @register_loss("cpo")
 class CPOLossFn(PreferenceWithNLL[CPOLossConfig]):
-    """Contrastive preference optimization; this rank's share.
+    """Contrastive preference optimization; the local loss.
 
         L = Σ_pairs [−log σ(β·(S_chosen − S_rejected)) + w_s·NLL_chosen] / (N_seq / 2),    S = Σ_t log π
 
@@ -131,7 +131,7 @@ class ORPOLossConfig:
 
 @register_loss("orpo")
 class ORPOLossFn(PreferenceWithNLL[ORPOLossConfig]):
-    """Odds ratio preference optimization; this rank's share.
+    """Odds ratio preference optimization; the local loss.
 
         L = Σ_pairs [NLL_chosen − λ·log σ(log odds(a_chosen) − log odds(a_rejected))] / (N_seq / 2)
 

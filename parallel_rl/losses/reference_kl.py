@@ -55,7 +55,7 @@ class ReferenceKLLossConfig:
 
 @register_loss("reference_kl")
 class ReferenceKLLossFn(LossFn[ReferenceKLLossConfig]):
-    """Estimated KL to a reference policy on the policy's own samples; this rank's share.
+    """Estimated KL to a reference policy on the policy's own samples; the local loss.
 
         L = AGG(k(log π(y), log π_ref(y)))
 

@@ -49,7 +49,7 @@ class PreferenceLossConfig:
 
 @register_loss("preference")
 class PreferenceLoss(PooledHeadLoss[PreferenceLossConfig]):
-    """Bradley-Terry loss of a reward model; this rank's share.
+    """Bradley-Terry loss of a reward model; the local loss.
 
         L = −Σ_pairs log σ(r_chosen − r_rejected − m) / (N_seq / 2)
 

@@ -45,7 +45,7 @@ class ValueLossConfig:
 
 @register_loss("value")
 class ValueLossFn(ScalarHeadLoss[ValueLossConfig]):
-    """Squared error of a value head, clipped or not; this rank's share.
+    """Squared error of a value head, clipped or not; the local loss.
 
         L = ½·scale·AGG(x),    x = (V − R)², with clipping max((V − R)², (V_old + clamp(V − V_old, −c, c) − R)²)
 

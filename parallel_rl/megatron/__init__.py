@@ -1,6 +1,6 @@
 """Integration of megatron-core: one optimizer step's forward and backward in a call, and its parts.
 
-In the order in which a training script needs them:
+In the order of a training script:
 
 - a layout and a model: `initialize`, `build_config`, `build_model`, `wrap_model`
 - micro-batches: `padded_batch`, `packed_batch`, `tree_batch`
@@ -11,9 +11,7 @@ In the order in which a training script needs them:
   `ModelInput`, `sum_gradients`
 - parts of models, weights by name: `layer_spec`, `ScalarHead`, `global_parameters`, ...
 
-This page lists the functions. See also `help(parallel_rl.megatron.MicroBatch)` and that of the other classes, `ModelInput`,
-`Context`, `FusedHead`, `RoutedTokens`, `StepReport`, `LossReport`, `ScalarHead`, `SelfAttentionCore`, `ShardedNorm`.
-docs/megatron_loop.md shows their use in your own loop.
+This page lists the functions; each class has its own help, e.g. `help(parallel_rl.megatron.MicroBatch)`.
 
 The examples in this package start from
 
@@ -22,9 +20,6 @@ The examples in this package start from
     >>> model = wrap_model(build_model(config, vocab_size=8, max_sequence_length=4))
     >>> ids = torch.tensor([[1, 2, 3, 4], [5, 6, 7, 0]])
     >>> data = {"input_ids": ids, "token_mask": ids > 0, "sample_mask": torch.ones(2)}
-
-This package turns tensors and a model into gradients. Losses, and a trainer's decisions (data, learning rates, checkpoints),
-do not belong here.
 """
 
 import importlib

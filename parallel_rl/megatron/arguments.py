@@ -49,7 +49,7 @@ def refuse_name_and_class(loss_fn: object) -> None:
 def fault_of(
     models: Sequence[torch.nn.Module], batches: object, head: object, groups: ParallelGroups
 ) -> ValueError | None:
-    """Return the error of unfit micro-batches, head or groups, or of a missing gradient; `prepare` agrees on it."""
+    """Return the error of micro-batches, head, groups or gradients for `prepare` to agree on."""
     try:
         if not torch.is_grad_enabled():
             raise ValueError(

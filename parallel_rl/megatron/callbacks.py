@@ -31,7 +31,7 @@ _of_configs: dict[int, StepOfCallbacks] = {}  # by id: a config has no hash
 
 
 def callbacks_of(config: TransformerConfig) -> StepOfCallbacks:
-    """Return the current step of the model with this config; the chunks of one model may have a config each."""
+    """Return the current step of the model with this config; each of its chunks may have a config."""
     key = id(config)
     if key not in _of_configs:
         newest = next(reversed(_of_configs.values()), None)

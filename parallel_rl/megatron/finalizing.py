@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 
 
 class Finalizing:
-    """Stands for `config.finalize_model_grads_func` in one step, and checks the model and the step's rows before it.
+    """Replacement of `config.finalize_model_grads_func` in one step; checks model and rows first.
 
-    The schedule calls it on all ranks with the chunks of the model, which a callback does not see.
+    The schedule calls it on all ranks with the chunks of the model.
     """
 
     def __init__(self, config: TransformerConfig, *, first: bool, compares: bool = True) -> None:

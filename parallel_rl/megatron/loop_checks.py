@@ -1,4 +1,4 @@
-"""Checks of the training loop around a step: which step it is, its optimizer, and gradients that were not zeroed."""
+"""Checks of the training loop around a step: its number, its optimizer, and stale gradients."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _OF_REPLICAS = (
 _NOT_ZEROED = (
     "the gradients of an earlier step are still there, and this step's are added to them; before each step call {}"
 )
-_FIRST_STEPS = 3  # in which checks may cost a collective or a wait for the device
+_FIRST_STEPS = 3  # with checks that cost a collective or a wait
 _ROUNDING = 1e-3  # of the factor of a loss
 _NORMALISED, _NORMALISED_ROWS = 0.02, 4  # a logsumexp so near 0 in so many rows is no chance, in bfloat16 too
 _NODES = 32  # of the graph behind the model's output; the LM head is among the first
@@ -39,7 +39,7 @@ _NODES = 32  # of the graph behind the model's output; the LM head is among the 
 _steps_of_models: weakref.WeakKeyDictionary[torch.nn.Module, int] = weakref.WeakKeyDictionary()
 _steps_of_optimizers: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
 _optimizer_hook: list[RemovableHandle] = []
-_finalized: list[tuple[list[Tensor], Tensor]] = []  # gradients of the last step that was looked at, and their size then
+_finalized: list[tuple[list[Tensor], Tensor]] = []  # gradients of the last inspected step, and their size
 
 
 def warn(text: str) -> None:
@@ -48,7 +48,7 @@ def warn(text: str) -> None:
 
 
 def is_checked(steps: int) -> bool:
-    """Whether the costly checks run in the step after `steps` others, see `set_validation`.
+    """Return whether the costly checks run after `steps` steps, see `set_validation`.
 
     >>> is_checked(0), is_checked(3)
     (True, False)
@@ -62,10 +62,9 @@ def steps_of(models: Sequence[torch.nn.Module]) -> int:
 
 
 def begin_step(models: Sequence[torch.nn.Module], ddp: bool) -> None:
-    """Drop what the last optimizer step left in `grad` under Megatron's DDP; warn of gradients that were not zeroed.
+    """Drop stale `grad` under Megatron's DDP, and warn of gradients that were not zeroed.
 
-    DDP adds `grad` to `main_grad` after each backward. An optimizer that steps on `main_grad` itself leaves it in `grad`,
-    where autograd would add the first micro-batch's gradient to it, and DDP would add the sum once more.
+    DDP adds `grad` to `main_grad` after each backward, so a `grad` left by an optimizer would count again.
     """
     steps = steps_of(models)
     _steps_of_models[models[0]] = steps + 1
@@ -80,9 +79,9 @@ def begin_step(models: Sequence[torch.nn.Module], ddp: bool) -> None:
 
 
 def warn_of_left_gradient(output: Tensor) -> None:
-    """Warn of a gradient that an earlier optimizer step left in `grad`, before the first backward adds to it under DDP.
+    """Warn of a gradient left in `grad` before the first backward adds to it under DDP.
 
-    The host looks at the parameter that is nearest to the model's output in its graph.
+    Only the parameter nearest to the model's output is read.
     """
     parameter = next((weight for weight in _nearest(output) if getattr(weight, "main_grad", None) is not None), None)
     if parameter is None:
@@ -128,9 +127,9 @@ def _nearest(output: Tensor) -> Iterator[Tensor]:
 
 
 def warn_of_factor(loss: Tensor, factor: float, config: TransformerConfig) -> None:
-    """Warn if the schedule does not multiply the loss by `factor` and the loss scale alone; the host looks in backward.
+    """Warn if the schedule does not multiply the loss by `factor` and the loss scale alone.
 
-    A function around the callback that divides, or another M than the schedule's, changes the gradient and no metric.
+    Another factor around the callback changes the gradient and no metric. Read on the host in backward.
     """
     if not loss.requires_grad:
         warn(
@@ -152,7 +151,7 @@ def warn_of_factor(loss: Tensor, factor: float, config: TransformerConfig) -> No
 
 
 def remember_gradients(models: Sequence[torch.nn.Module]) -> None:
-    """Remember the size of a few finalized gradients until an optimizer's step, before which nothing may enlarge them."""
+    """Record the size of a few finalized gradients; nothing may enlarge them before the optimizer's step."""
     if gradients := _some_gradients(models):
         _finalized[:] = [(gradients, _size(gradients))]
 
@@ -162,10 +161,9 @@ def _size(gradients: Sequence[Tensor]) -> Tensor:
 
 
 def watch_optimizers() -> None:
-    """Warn of an optimizer that steps on parameters of Megatron's DDP without a gradient, or on gradients that are all 0.
+    """Warn of an optimizer of torch that steps on DDP's parameters without a gradient, or on zeros.
 
-    A hook that torch runs before each step of its optimizers looks at parameters on the host, and in an optimizer's first
-    three steps at gradients, up to one that is not 0.
+    A hook before each optimizer step reads parameters on the host, and in the first three steps gradients.
     """
     if not _optimizer_hook:
         _optimizer_hook.append(register_optimizer_step_pre_hook(_before_optimizer_step))
@@ -199,7 +197,7 @@ def _before_optimizer_step(optimizer: torch.optim.Optimizer, args: object, kwarg
 
 
 def _some_gradients(models: Sequence[torch.nn.Module]) -> list[Tensor]:
-    """The gradients of each chunk's first and last trained parameter, under DDP its `main_grad`."""
+    """List the gradients of each chunk's first and last trained parameter, under DDP its `main_grad`."""
     found = []
     for model in models:
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -216,10 +214,7 @@ def inner_loss(loss_fn: object) -> object:
 
 
 def facts_of_loss(loss_fn: object, head: object) -> dict[str, int]:
-    """Return a checksum of a loss's class, config, temperature and vocabulary, and whether its head is fused.
-
-    All ranks must agree in both.
-    """
+    """Return a checksum of a loss's class, config, temperature and vocabulary, and its fused head."""
     loss_fn = inner_loss(loss_fn)
     options = [
         getattr(getattr(loss_fn, "options", None), name, None) for name in ("temperature", "vocab_size", "cp_layout")
@@ -230,20 +225,20 @@ def facts_of_loss(loss_fn: object, head: object) -> dict[str, int]:
 
 
 def fact_of_validation() -> dict[str, int]:
-    """Return the mode of `set_validation`; ranks of other modes would wait for each other."""
+    """Return the mode of `set_validation`, in which ranks must agree."""
     return {"set_validation (0: never, 1: auto, 2: always)": ("never", "auto", "always").index(get_validation())}
 
 
 def facts_of_weights(models: Sequence[torch.nn.Module]) -> dict[str, int]:
-    """Return a checksum of a few values of each weight that data ranks hold alike; experts are left out."""
+    """Return a checksum of a few values of each weight that data ranks share, without experts."""
     weights = [weight for model in models for weight in model.parameters() if getattr(weight, "allreduce", True)]
     return {_OF_WEIGHTS: _checksum(weights, weights)}
 
 
 def facts_of_replicas(models: Sequence[torch.nn.Module]) -> dict[str, int]:
-    """Return a checksum of a few values of each weight that tensor ranks hold alike, and of which weights train.
+    """Return a checksum of a few values of each weight that tensor ranks share, and of which train.
 
-    In mode "never" it is 0: `check_step` runs in it, and names such a weight itself.
+    0 in mode "never", in which `check_step` names such a weight itself.
     """
     if get_validation() == "never":
         return {_OF_REPLICAS: 0}

@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 
 
 class LossReport(TypedDict):
-    """One micro-batch's result on the last stage: this rank's share of the loss, and its metrics."""
+    """Result of a micro-batch on the last stage: this rank's local loss, and its metrics."""
 
     loss: Tensor
     metrics: Metrics
@@ -103,7 +103,7 @@ def megatron_loss_func(
     gradient. The second and third step warn of it.
 
     Args:
-        loss_fn: any function with the call of `LossFn`; it returns this rank's share and its metrics. If it needs statistics
+        loss_fn: any function with the call of `LossFn`; it returns the local loss and its metrics. If it needs statistics
             of the step, pass `functools.partial(loss_fn, statistics=...)`.
         data: whole, token-aligned tensors of this micro-batch, the same on each pipeline stage; None on a stage without data,
             such as Megatron-LM's middle stages.

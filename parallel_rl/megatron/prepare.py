@@ -66,11 +66,7 @@ def prepare(
     *,
     allow_dropout: bool = False,
 ) -> list[MicroBatch]:
-    """The micro-batches of a step, once every rank of the world knows that it has good ones.
-
-    Raises:
-        ValueError: see `forward_backward`.
-    """
+    """Return the step's micro-batches once every rank has valid ones; ValueErrors of `forward_backward`."""
     config = get_model_config(models[0])
     like = torch.empty(0, device=next(models[0].parameters()).device)
     layout = [parallel_state.get_model_parallel_group(), groups.context]

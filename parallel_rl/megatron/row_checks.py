@@ -85,7 +85,7 @@ def check_right_padded(data: Mapping[str, Tensor]) -> None:
 
 
 def warn_of_prompts(batches: Sequence[Mapping[str, object]], needs: Requirements) -> None:
-    """Warn of a policy loss whose checked token_mask is 1 everywhere, or at each row's first token: prompts are scored."""
+    """Warn of a policy loss whose token_mask is 1 everywhere or at first tokens: prompts are scored."""
     masks = [data.get("token_mask") for data in batches]
     recorded = [name for name in needs.names if name.endswith("logprobs")]
     if not recorded or not masks or not all(isinstance(mask, torch.Tensor) and checks_values(mask) for mask in masks):

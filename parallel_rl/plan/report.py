@@ -119,11 +119,7 @@ def table(plan: RunPlan) -> str:
 
 
 def draw(plan: RunPlan, path: Path) -> None:
-    """Draw bytes by mode, and the bounds over the ranks.
-
-    Raises:
-        ValueError: matplotlib is not installed.
-    """
+    """Draw bytes by mode, and the bounds over the ranks; ValueError without matplotlib."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure

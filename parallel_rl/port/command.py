@@ -1,4 +1,4 @@
-"""The command: another framework's config in our keys, with remarks on the differences."""
+"""The command `port`: another framework's config in our keys, with remarks on the differences."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from pathlib import Path
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add the command and its options."""
     parser = commands.add_parser(
         "port",
         help="translate a config of NeMo-RL or verl into our keys",
@@ -26,11 +25,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run the command.
-
-    Raises:
-        ValueError: a file that cannot be read or written, a config of an unknown framework.
-    """
+    """Convert the file; ValueError if it cannot be read or written, or its framework is unknown."""
     import yaml
 
     from parallel_rl.port.options import options_of

@@ -28,7 +28,7 @@ _NOT_HERE = (
 
 
 def from_nemo_rl(config: Mapping[str, object]) -> Ported:
-    """See `options_of`.
+    """Convert a config of NeMo-RL, see `options_of`.
 
     >>> loss = {"ratio_clip_max": 0.28, "force_on_policy_ratio": True}
     >>> from_nemo_rl({"loss_fn": loss}).config["rl"]["loss"]["options"]["force_on_policy_ratio"]
@@ -53,7 +53,7 @@ def from_nemo_rl(config: Mapping[str, object]) -> Ported:
 
 
 def _objective(root: Reader) -> tuple[str, str]:
-    """Find the section there that drives the run, and our main section; "" for an evaluation."""
+    """Find NeMo-RL's section that drives the run, and our main section; "" for an evaluation."""
     config, loss = root.section, root.below("loss_fn").section
     if "dpo" in config or "rm" in config:
         return ("dpo" if "dpo" in config else "rm"), "preference"
@@ -67,7 +67,7 @@ def _objective(root: Reader) -> tuple[str, str]:
 
 
 def clipped_pg(loss: Reader) -> Tree:
-    """Options of our clipped_pg, without those that the others leave without effect."""
+    """Make the options of our clipped_pg, without those that others disable."""
     read = {name: loss.get(name, ours=f"rl.loss.options.{name}") for name in _CLIPPED}
     given = {name: value for name, value in read.items() if name in loss.section}
 
@@ -98,7 +98,7 @@ def clipped_pg(loss: Reader) -> Tree:
             tuple(_TIS + name for name in ("type", "ratio", "ratio_min")), "without use_importance_sampling_correction"
         )
     elif given.get(f"{_TIS}type") is None and given.get(f"{_TIS}ratio") is not None:
-        given[f"{_TIS}type"] = "tis"  # as releases before 0.6 have it
+        given[f"{_TIS}type"] = "tis"  # releases before 0.6
     if given.get(f"{_TIS}type") is None:
         drop((f"{_TIS}ratio_min",), f"without {_TIS}type")
     options = {name: value for name, value in given.items() if value != _CLIPPED[name]}
@@ -146,7 +146,7 @@ def _rl(root: Reader, name: str) -> Tree:
         if value not in (None, False, 1) and not (isinstance(value, Mapping) and not value.get("enabled")):
             run.leave(key)
     if penalty and not options.get("use_kl_in_reward"):
-        options["reference_policy_kl_penalty"] = penalty  # the default of both, to be seen and changed
+        options["reference_policy_kl_penalty"] = penalty  # both defaults, written for the user to change
         root.differ(
             f"loss_fn.reference_policy_kl_penalty = {penalty}: it pulls back to the reference, of which a copy is kept; the "
             "loss policy of our recipes has no KL by default"
@@ -155,7 +155,6 @@ def _rl(root: Reader, name: str) -> Tree:
 
 
 def _overlong(shaping: Reader) -> Tree:
-    """Read the penalty of long completions."""
     names = {
         "buffer": "overlong_buffer_length",
         "max_length": "max_response_length",
@@ -180,7 +179,7 @@ def _overlong(shaping: Reader) -> Tree:
 
 
 def _kl_in_reward(loss: Reader, options: Tree, advantages: Tree) -> Tree:
-    """Options of the section rl; the coefficient joins the estimator's."""
+    """Make the options of the section rl; the coefficient joins the estimator's."""
     kind = options.get("reference_policy_kl_type", _CLIPPED["reference_policy_kl_type"])
     if advantages["name"] in ("grpo", "gdpo"):
         loss.drop("use_kl_in_reward", f"with {advantages['name']}, which reads no KL there: the run has none at all")
@@ -200,11 +199,10 @@ def _kl_in_reward(loss: Reader, options: Tree, advantages: Tree) -> Tree:
 
 
 def _critic(root: Reader, run: Reader, updates: int) -> Tree:
-    """The value function of gae."""
     value, loss = root.below("value"), root.below("value_loss_fn")
     given = {
         "scale": loss.get("scale", ours="rl.critic.loss.options.scale"),
-        "cliprange": loss.get("cliprange", ours="rl.critic.loss.options.cliprange") or None,  # 0 is off there
+        "cliprange": loss.get("cliprange", ours="rl.critic.loss.options.cliprange") or None,  # 0 is off in NeMo-RL
     }
     options = {key: x for key, x in given.items() if x is not None}
     rates = optimizer_of(value, "rl.critic.optimizer", updates)
@@ -240,7 +238,7 @@ def _preference(root: Reader, name: str) -> Tree:
 
 
 def _distillation(root: Reader, name: str) -> Tree:
-    """Top-k distillation, of completions that the student draws itself."""
+    """Make a top-k distillation on completions of the student."""
     loss, run = root.below("loss_fn"), root.below("distillation")
     between = "gold_loss" in loss.section
     if between:

@@ -6,7 +6,7 @@ from parallel_rl.port.ported import Reader, Tree
 
 
 def advantages_of(run: Reader, name: str) -> Tree:
-    """The estimator by its name there."""
+    """Make the estimator with NeMo-RL's name."""
     estimator = run.below("adv_estimator")
     ours = "rl.advantages"
     kind = str(estimator.get("name", "gae" if name == "ppo" else "grpo", f"{ours}.name"))
@@ -48,7 +48,7 @@ def advantages_of(run: Reader, name: str) -> Tree:
 
 
 def _gae(estimator: Reader) -> Tree:
-    """Its options; λ of the values and of the policy apart, as VAPO has them."""
+    """Make gae's options, with separate λ of values and policy as in VAPO."""
     ours = "rl.advantages"
     lam, values = (
         estimator.get("gae_lambda", 0.95, f"{ours}.lam"),

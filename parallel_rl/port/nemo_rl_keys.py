@@ -1,4 +1,4 @@
-"""Keys of a config of NeMo-RL (its source and recipes of August 2026) that a port does not read, and their fates."""
+"""Keys of a NeMo-RL config (source and recipes of August 2026) that a port does not read, and their fates."""
 
 from parallel_rl.port.report import Table
 
@@ -8,7 +8,7 @@ _NO_COUNTERPART = "no counterpart in this trainer"
 _WHERE = "torchrun or Slurm starts the ranks"
 _CRITIC = "the critic has the policy's shape, layout and batches here"
 _TEACHER = "the teacher runs on the policy's layout here"
-# (section, kind, our key, why, names); a name "a=1" is what this trainer does anyway where its value is 1
+# (section, kind, our key, why, names); in a name "a=1" the value 1 is what this trainer does
 _GROUPS = (
     ("", "no_effect", "", "a mark of its config files", "*._override_"),
     ("", "no_effect", "", _WHERE, "cluster"),
@@ -20,13 +20,11 @@ _GROUPS = (
     ("", "unsupported", "", _NO_COUNTERPART, "reward_penalties.penalize_duplicated_reasoning "
      "reward_penalties.penalize_empty_final_answer reward_penalties.penalize_malformed_think_tag "
      "reward_penalties.penalize_unwanted_tokens reward_penalties.token_ids"),
-    # a config of an evaluation
     ("", "unsupported", "", "an evaluation is a section of a run here", "eval"),
     ("", "yours", "sampling", "of an evaluation", "generation"),
     ("", "yours", "tokenizer.hf", "a folder", "tokenizer"),
     ("data", "yours", "data.held_out", "a file of JSONL or Parquet; see docs/data.md", "dataset_name problem_key solution_key "
      "file_format split repeat prompt_file system_prompt_file processor env_name num_prompts_per_dataloader"),
-    # policy
     ("policy", "no_effect", "", _SPEED, "generation_batch_size logprob_batch_size logprob_chunk_size refit_buffer_size_gb "
      "offload_optimizer_for_logprob make_sequence_length_divisible_by activation_checkpointing_enabled"),
     ("policy", "unsupported", "", "quantised training", "quant_batch_size quant_calib_data quant_calib_size quant_cfg "
@@ -46,7 +44,6 @@ _GROUPS = (
      "moe_parallelizer"),
     ("policy.dtensor_cfg", "no_effect", "", _SPEED, "cpu_offload clear_cache_every_n_steps dp_replicate_size env_vars"),
     ("policy.dtensor_cfg", "unsupported", "", "all weights are trained", "lora_cfg"),
-    # megatron
     ("policy.megatron_cfg", "no_effect", "", _SPEED, "apply_rope_fusion attention_backend bias_activation_fusion checkpoint "
      "clear_memory_caches_before_refit cuda_graph_impl cuda_graph_modules cuda_graph_warmup_steps cuda_graph_scope "
      "defer_fp32_logits empty_unused_memory_level env_vars fine_grained_activation_offloading force_reconvert_from_hf "
@@ -85,7 +82,6 @@ _GROUPS = (
      "data_parallel_sharding_strategy overlap_param_gather use_custom_fsdp"),
     ("policy.megatron_cfg.distributed_data_parallel_config", "unsupported", "", "as Megatron does by default",
      "grad_reduce_in_fp32"),
-    # generation
     ("policy.generation", "yours", "rl.server", "the trainer samples itself, or from servers that you start: "
      "docs/rollout_server.md", "backend"),
     ("policy.generation", "no_effect", "", _SAMPLER, "vllm_cfg vllm_kwargs sglang_cfg trtllm_cfg trtllm_kwargs dynamo_cfg "
@@ -98,7 +94,6 @@ _GROUPS = (
     ("teacher", "no_effect", "", "the student's tokenizer serves both", "tokenizer"),
     ("teacher", "no_effect", "", "a teacher is not trained, and draws nothing", "generation optimizer scheduler max_grad_norm "
      "megatron_cfg.optimizer megatron_cfg.scheduler train_global_batch_size train_micro_batch_size"),
-    # checkpoints and logs
     ("checkpointing", "unsupported", "", "the newest checkpoints stay, not the best", "metric_name higher_is_better"),
     ("checkpointing", "no_effect", "", "a checkpoint has all that a run needs to go on", "save_optimizer model_save_format "
      "save_consolidated model_cache_dir model_repo_id is_peft peft_config"),
@@ -109,7 +104,6 @@ _GROUPS = (
     ("logger", "yours", "run.loggers", "TensorBoard, if it is installed", "tensorboard_enabled=True"),
     ("logger", "no_effect", "", "named by run.dir", "log_dir wandb mlflow tensorboard swanlab num_val_samples_to_print"),
     ("logger", "no_effect", "", "of its reports", "gpu_monitoring monitor_gpus"),
-    # data
     ("data", "yours", "data.columns", "columns with other names", "train.output_key train.input_key validation.output_key "
      "validation.input_key train.text_key train.prompt_key train.chosen_key train.rejected_key train.chat_key"),
     ("data", "no_effect", "", "of its data sets; a file here is read whole and in the order of its config",
@@ -123,7 +117,6 @@ _GROUPS = (
     ("data", "no_effect", "", _SPEED, "num_workers"),
     ("data", "no_effect", "", "the chat template writes it", "add_bos add_eos add_generation_prompt add_system_prompt"),
 )  # fmt: skip
-# of grpo, ppo, dpo, sft, rm and distillation: how a run is driven, evaluated and logged
 _RUN = (
     ("unsupported", "", "an answer of one turn", "max_rollout_turns=1"),
     ("unsupported", "", "a run has all its steps", "stop_at_validation_metric stop_at_validation_threshold val_start_at=-1"),

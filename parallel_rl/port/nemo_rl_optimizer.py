@@ -8,7 +8,7 @@ from parallel_rl.port.ported import Reader, Tree, cosine, number, optimizer
 
 
 def optimizer_of(owner: Reader, ours: str, updates: int) -> Tree:
-    """Make an optimizer's section of the policy's or the value function's; a tick of the schedule is a step of the run."""
+    """Make the optimizer's section of policy or value function; the schedule ticks once per run step."""
     megatron, torch = owner.below("megatron_cfg"), owner.below("optimizer")
     of_megatron, of_torch = _of_megatron(megatron, ours, updates), _of_torch(owner, ours, updates)
     if megatron.flag("enabled"):

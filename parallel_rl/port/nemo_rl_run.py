@@ -1,4 +1,4 @@
-"""The run around the loss of a config of NeMo-RL in our keys: model, layout, batch, sampling, checkpoints, data."""
+"""Sections around the loss from a NeMo-RL config: model, layout, batch, sampling, checkpoints, data."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def shape_of(root: Reader, objective: str) -> Tree:
     dtensor.flag("enabled", "parallel")
     if not by_megatron:
         megatron.off("without policy.megatron_cfg.enabled")
-        layout = {name: size for name, size in layout.items() if size is True or size != 1}  # 1 is True
+        layout = {name: size for name, size in layout.items() if size is True or size != 1}  # True equals 1
     if by_megatron or not dtensor.flag("enabled"):
         dtensor.off("without policy.dtensor_cfg.enabled")
     recomputed = _recompute(megatron, True), _recompute(dtensor, False)
@@ -148,7 +148,7 @@ def _tokenizer(given: Reader) -> Tree:
 
 
 def ranks_of(root: Reader) -> int:
-    """Count the cluster's ranks that train; 0 if it does not say."""
+    """Count the cluster's training ranks; 0 if unknown."""
     cluster, colocated = root.below("cluster"), root.below("policy").below("generation").below("colocated")
     nodes, gpus = number(cluster.get("num_nodes", 1)) or 1, number(cluster.get("gpus_per_node")) or 0
     size = nodes * gpus
@@ -159,7 +159,7 @@ def ranks_of(root: Reader) -> int:
 
 
 def _sharing(root: Reader, megatron: Reader, layout: Tree) -> Tree:
-    """Turn on what data and context ranks share, if the cluster leaves more than one of them."""
+    """Turn on sharing between data and context ranks, if there is more than one."""
     size = ranks_of(root)
     for name in ("tensor", "pipeline"):
         size //= number(layout.get(name, 1)) or 1  # type: ignore[assignment]
@@ -243,7 +243,7 @@ def _evaluation(run: Reader, logger: Reader, ours: Tree) -> bool:
 
 
 def _data(data: Reader, objective: str, held_out: bool) -> Tree:
-    """Take the paths of files; named data sets are the user's to bring."""
+    """Take file paths; the user provides named data sets."""
     files: Tree = {}
     records = _OF_DATA.get(objective, "data.train")
     data.note("max_input_seq_length", "yours", records, "filter longer records beforehand")

@@ -1,4 +1,4 @@
-"""Recognition of the framework that a config is of, and the call that converts it."""
+"""Detection of a config's framework, and its conversion."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _NEMO_RL = ("grpo", "ppo", "dpo", "sft", "rm", "distillation")
 
 
 def options_of(host_config: Mapping[str, object]) -> Ported:
-    """Carry a resolved config of NeMo-RL or verl over into our keys.
+    """Convert a resolved config of NeMo-RL or verl to our keys.
 
     >>> ported = options_of({"policy": {}, "dpo": {"reference_policy_kl_penalty": 0.1, "sft_average_log_probs": True}})
     >>> ported.config["preference"]["loss"]["options"]

@@ -1,4 +1,4 @@
-"""Result of a port: our config, and remarks about it."""
+"""Result of a port: our config, and remarks."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from parallel_rl.port.report import NEEDED, Fate, Ledger, Row, Table, holds, lac
 
 Tree = dict[str, object]
 
-# of dynamic sampling
+# options of dynamic sampling
 OF_DIFFERENT_REWARDS = (
     "{} keeps prompts whose rewards differ; ours those with a mean reward between low = 0 and high = 1: set both to the least "
     "and the largest reward"
 )
 
 
-# by objective, the keys of its sizes and models; the first one is the batch that data ranks share
+# by objective, the keys of sizes and models; the first is the batch that data ranks share
 _SIZES = {
     "rl": ("prompts", "group_size"), "preference": ("pairs",), "sft": ("batch_size",),
     "distillation": ("batch_size", "teacher"),
@@ -31,7 +31,7 @@ _OF_EXPERTS = {
 
 @dataclass(frozen=True)
 class Ported:
-    """A config in our keys, and what its reader should know.
+    """A converted config, and remarks for its reader.
 
     >>> Ported("verl", {"rl": {"prompts": 8}}, unknown=("actor.clip",)).lines()
     ['unknown   actor.clip: not read by this port']
@@ -55,7 +55,7 @@ class Ported:
     rows: tuple[Row, ...] = ()
 
     def lines(self) -> list[str]:
-        """Return a line for each remark, one for each other key or section, and the count of all keys."""
+        """Format a line for each remark, one for each other key or section, and the count of all keys."""
         remarks = {"dropped": self.dropped, "differs": self.differs, "left": self.left}
         lines = [f"{kind:<9} {text}" for kind, texts in remarks.items() for text in texts]
         lines += [f"{'unknown':<9} {key}: not read by this port" for key in self.unknown]
@@ -66,13 +66,12 @@ class Ported:
 
 @dataclass
 class Reader:
-    """Keys of one section of another framework's config.
+    """Reader of one section of another framework's config; records each key read.
 
     Attributes:
         where: dotted path of the section.
-        section: its mapping.
-        said: remarks by their kind, shared by the sections of a config.
-        ledger: the fate of each key, shared as well.
+        said: remarks by kind, shared by all sections.
+        ledger: the fate of each key, shared by all sections.
     """
 
     where: str
@@ -87,15 +86,11 @@ class Reader:
         return self.section.get(key, default)
 
     def flag(self, key: str, ours: str = "") -> bool:
-        """Return the value of a key that is true or false, by default false."""
+        """Return a boolean key, by default false."""
         return bool(self.get(key, False, ours))
 
     def below(self, key: str) -> Reader:
-        """Return the reader of a section in this one; empty if it is missing or null.
-
-        Raises:
-            ValueError: anything else but a mapping.
-        """
+        """Return the reader of a subsection, empty if missing or null; ValueError if it is no mapping."""
         value = self.section.get(key)
         if value is not None and not isinstance(value, Mapping):
             raise ValueError(f"{self.path(key)} = {brief(value)} must be a mapping of its keys")
@@ -127,14 +122,14 @@ class Reader:
 
 
 def reader_of(config: Mapping[str, object]) -> Reader:
-    """Return the reader of a whole config, without remarks."""
+    """Return the reader of a whole config."""
     return Reader("", config, {"dropped": [], "differs": [], "left": []})
 
 
 def ported(
     framework: str, config: Mapping[str, object], ours: Tree, root: Reader, table: Table, ranks: int = 0
 ) -> Ported:
-    """Account for every key of `config`, whose cluster has so many ranks (0: unknown), and collect the remarks."""
+    """Record the fate of every key of `config` for `ranks` (0: unknown), and collect the remarks."""
     said = {kind: tuple(lines) for kind, lines in root.said.items()}
     missing = [key for key in _needs(ours) if lacks(ours, key)]
     rows = root.ledger.rows(config, ours, table, missing)
@@ -148,7 +143,7 @@ def ported(
 
 
 def _uneven(ours: Tree, ranks: int) -> tuple[Row, ...]:
-    """Name the layout that does not divide the cluster's ranks, or the batch that does not divide among its data ranks."""
+    """Name a layout that does not divide the ranks, or a batch that does not divide over data ranks."""
     objective = next((name for name in _SIZES if name in ours), "")
     section, layout = ours.get(objective), ours.get("parallel", {})
     if not ranks or not isinstance(section, dict) or not isinstance(layout, dict):
@@ -245,7 +240,7 @@ def room(tokens: int, layout: Tree, packing: bool) -> int:
 
 
 def optimizer(section: Reader, ours: str, names: Mapping[str, str]) -> Tree:
-    """Take AdamW's numbers; `names` are theirs by ours. Empty if there is no rate.
+    """Read AdamW's numbers by our names; `names` gives the other's. Empty without a rate.
 
     >>> optimizer(Reader("optim", {"lr": "1e-6", "clip_grad": 0.0}, {}), "rl.optimizer", {"lr": "lr", "clip": "clip_grad"})
     {'lr': 1e-06, 'clip': None}
@@ -254,13 +249,13 @@ def optimizer(section: Reader, ours: str, names: Mapping[str, str]) -> Tree:
     for key, theirs in names.items():
         value = number(section.get(theirs, ours=f"{ours}.{key}"))
         if key == "clip" and theirs in section.section:
-            made[key] = value or None  # 0 is off there
+            made[key] = value or None  # 0 is off in both frameworks
         elif value is not None:
             made[key] = value
     return made if made.get("lr") else {}
 
 
 def cosine(least: float, rate: object) -> Tree:
-    """Return the schedule that falls to the rate `least`."""
+    """Return a cosine schedule that ends at the rate `least`."""
     share = least / rate if isinstance(rate, int | float) and rate else 0.0
     return {"schedule": "cosine", "final_fraction": min(max(share, 0.0), 1.0)}

@@ -1,4 +1,4 @@
-"""YAML files of other frameworks: files that they stand on, and references between keys."""
+"""YAML files of other frameworks, with inherited files and references between keys."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ from parallel_rl.config.yaml_files import parsed
 from parallel_rl.port.ported import Tree
 
 _REFERENCE = re.compile(r"\$\{([.A-Za-z_][\w.]*)\}")
-# a key, or else the value after it, which may be such a reference itself
+# a key, or the value after it, which may be a reference
 _SELECTED = re.compile(r"\$\{oc\.select:([.A-Za-z_][\w.]*)(?:,([^{}]*|\{\}|\s*\$\{.*\}\s*))?\}", re.DOTALL)
 _INNER = re.compile(r"\$\{(?:(add|mul|div|max):)?([^{}:]*)\}")
 _CALLS: Mapping[str, Callable[[float, float], float]] = {
     "add": operator.add, "mul": operator.mul, "div": operator.truediv, "max": max
 }  # fmt: skip
-# what each reference names, resolved; None while that is under way
+# resolved references; None while one is being resolved
 Known = dict[tuple[str, ...], tuple[object] | None]
 
 
 def read_host_config(path: Path) -> Tree:
-    """Read a YAML file on top of those that its key `defaults` names (NeMo-RL's way), with its references resolved.
+    """Read a YAML file, its `defaults` (NeMo-RL's way), and resolve references.
 
-    They are ${a.b}, ${..b} and ${oc.select:a.b,c}, where c may be a reference too, and of two numbers ${add:a,b}, ${mul:a,b},
-    ${div:a,b} and ${max:a,b}. A text with any other (${oc.env:HOME}) stays as it is.
-    Of verl, whose groups of files Hydra joins, the joined config is wanted, which a run writes to .hydra/config.yaml.
+    Supported: ${a.b}, ${..b}, ${oc.select:a.b,c} with c maybe a reference, and ${add:a,b}, ${mul:a,b}, ${div:a,b},
+    ${max:a,b} of two numbers. A text with any other (${oc.env:HOME}) is kept. For verl pass the joined
+    config, .hydra/config.yaml of a run.
 
     Raises:
-        ValueError: a missing or malformed file, `defaults` in a circle, a reference that leads nowhere or to itself.
+        ValueError: a missing or malformed file, circular `defaults`, a reference without target or to itself.
     """
     tree = _read(path, ())
     known: Known = {}
@@ -88,7 +88,7 @@ def _resolved(value: object, tree: Tree, place: tuple[str, ...], known: Known) -
 
 
 def _within(text: str, tree: Tree, place: tuple[str, ...], known: Known) -> object:
-    """Resolve a text that holds references and calls, innermost first; it stays as it is if one of them is unknown."""
+    """Resolve references and calls in a text, innermost first; unknown ones are kept."""
     whole, rest = text.startswith("${"), text
     while (inner := _INNER.search(rest)) is not None:
         if inner[1]:
@@ -118,7 +118,7 @@ def _balances(text: str) -> bool:
 
 
 def _keys(reference: str, place: tuple[str, ...]) -> list[str]:
-    """Return the absolute keys of a reference from `place`: a dot is its section, each further one above."""
+    """Return a reference's absolute keys from `place`: one dot is its section, each more one level up."""
     name = reference.lstrip(".")
     dots = len(reference) - len(name)
     return [*(place[: len(place) - dots] if dots else ()), *name.split(".")]
@@ -142,7 +142,7 @@ def _holds(tree: Tree, keys: list[str]) -> bool:
 
 
 def _followed(reference: str, tree: Tree, place: tuple[str, ...], known: Known) -> object:
-    """Return the value that ${reference} names from `place`."""
+    """Return the value of ${reference} at `place`."""
     keys = tuple(_keys(reference, place))
     at: object = tree
     for key in keys:

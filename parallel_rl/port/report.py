@@ -42,7 +42,7 @@ class Fate:
 
 @dataclass(frozen=True)
 class Row:
-    """A key of the other config, or a section whose keys all have one fate; `key` is empty for a key that only we have."""
+    """Fate of a key, or of a section of one fate; `key` is empty for a key that only we have."""
 
     key: str
     value: object
@@ -59,11 +59,11 @@ class Row:
 
 @dataclass(frozen=True)
 class Table:
-    """Fates of the keys that a port does not read, by dotted prefix; "*.name" is a key of that name in any section.
+    """Fates of unread keys by dotted prefix; "*.name" matches a key of that name in any section.
 
     Attributes:
-        fates: by prefix; the longest one holds.
-        like: sections with the keys of another one, and why they cannot differ from it here.
+        fates: by prefix; the longest match wins.
+        like: sections with another section's keys, and why they cannot differ.
     """
 
     fates: Mapping[str, Fate]
@@ -71,7 +71,7 @@ class Table:
 
     @staticmethod
     def of(groups: tuple[tuple[str, str, str, str, str], ...], like: Mapping[str, tuple[str, str]]) -> Table:
-        """Make a table from groups (section, kind, our key, why, names); a name may be "name=value that is ours".
+        """Make a table from groups (section, kind, our key, why, names); "name=value" has our value.
 
         >>> Table.of((("a", "unsupported", "", "why", "b c=1"),), {}).fates["a.c"].off
         '1'
@@ -93,10 +93,10 @@ class Table:
 
 @dataclass
 class Ledger:
-    """Fates of the keys that a port reads, and of sections that are off; both win over the table.
+    """Fates of read keys and of disabled sections; both override the table.
 
     Attributes:
-        read: by dotted key; whether "carried" holds is known when our config is whole.
+        read: by dotted key; "carried" is confirmed when our config is complete.
         off: why all known keys of a section have no effect.
     """
 
@@ -106,11 +106,11 @@ class Ledger:
     def rows(
         self, config: Mapping[str, object], ours: Mapping[str, object], table: Table, missing: Sequence[str] = ()
     ) -> tuple[Row, ...]:
-        """Make a row for each key, or for a section whose keys share a fate; `missing` are keys of ours that a run lacks."""
+        """Make a row per key, or per section of one fate; `missing` are our keys that a run lacks."""
         return tuple(_collapsed("", config, _Account(self, config, ours, table, missing)))
 
     def unknown(self, config: Mapping[str, object], table: Table) -> tuple[str, ...]:
-        """List the keys that neither the port nor the table has, each with the nearest known one."""
+        """List unknown keys, each with the nearest known one."""
         account = _Account(self, config, {}, table)
         keys = dict.fromkeys(account.unknown_at(path) for path, _ in _leaves("", config) if not account.knows(path))
         return tuple(f"{key} = {brief(_at(config, key))} ({account.near(key)})" for key in keys)
@@ -172,17 +172,17 @@ class _Account:
         return None
 
     def _is_section(self, path: str) -> bool:
-        """Whether known keys lie below, so that a leaf there is an empty section."""
+        """Return whether known keys lie below, so that a leaf there is an empty section."""
         return any(key.startswith(f"{path}.") for key in (*self.ledger.read, *self.table.fates))
 
     def unknown_at(self, path: str) -> str:
-        """Find the highest section of an unknown key that is unknown itself."""
+        """Find the highest unknown section above an unknown key."""
         parts = path.split(".")
         prefixes = (".".join(parts[:end]) for end in range(1, len(parts) + 1))
         return next((prefix for prefix in prefixes if not self.knows(prefix)), path)
 
     def near(self, path: str) -> str:
-        """Name the known key of the same section that is most alike."""
+        """Name the most similar known key of the same section."""
         section, _, name = path.rpartition(".")
         alias = self._alias(path)
         above = f"{section}." if section else ""
@@ -201,7 +201,7 @@ _MISSING = object()
 
 
 def _at(tree: Mapping[str, object], path: str) -> object:
-    """Return the value at a dotted key, whose names may have dots themselves, or _MISSING."""
+    """Return the value at a dotted key, whose names may contain dots, or _MISSING."""
     if path in tree:
         return tree[path]
     parts = path.split(".")
@@ -213,7 +213,7 @@ def _at(tree: Mapping[str, object], path: str) -> object:
 
 
 def holds(tree: Mapping[str, object], path: str) -> bool:
-    """Whether a config has a dotted key.
+    """Return whether a config has a dotted key.
 
     >>> holds({"rl": {"prompts": 8}}, "rl.prompts"), holds({"rl": {}}, "rl.prompts")
     (True, False)
@@ -276,11 +276,7 @@ def summary(rows: tuple[Row, ...]) -> str:
 
 
 def write(rows: tuple[Row, ...], file: Path) -> None:
-    """Write the rows as JSON lines: key, value, kind, ours and why.
-
-    Raises:
-        ValueError: the file cannot be written.
-    """
+    """Write the rows as JSON lines: key, value, kind, ours, why; ValueError if the file cannot be written."""
     names = ("key", "value", "kind", "ours", "why")
     lines = [json.dumps({name: asdict(row)[name] for name in names}, default=str, ensure_ascii=False) for row in rows]
     try:

@@ -14,12 +14,12 @@ from parallel_rl.port.verl_keys import TABLE
 from parallel_rl.port.verl_run import optimizer_of, ranks_of, run_of, steps_of
 
 _SEQUENCE_MEAN = ("sapo", "geo_mean")
-# gspo bounds the sum of its exponent from above alone; the others leave the log-ratio
+# gspo bounds only the upper side of its exponent; the others clamp the log-ratio
 _CLAMPED = ("vanilla", "sapo", "cispo", "dppo_tv", "dppo_kl")
 
 
 def from_verl(config: Mapping[str, object]) -> Ported:
-    """See `options_of`.
+    """Convert a config of verl, see `options_of`.
 
     >>> ported = from_verl({"actor_rollout_ref": {"actor": {"clip_ratio_high": 0.28}}})
     >>> ported.config["rl"]["loss"]["options"]["surrogate"]
@@ -46,7 +46,7 @@ def from_verl(config: Mapping[str, object]) -> Ported:
         and "n" in rollout.section
         and hasattr(AdvantageEstimator.variants[str(advantages["name"])], "singleton")
     ):
-        advantages["singleton"] = "reward"  # as verl has it
+        advantages["singleton"] = "reward"  # verl's rule
     mini, updates = actor.get("ppo_mini_batch_size", 256, "rl.updates"), 1
     if isinstance(prompts, int) and isinstance(mini, int) and mini and prompts % mini == 0:
         updates = prompts // mini
@@ -70,7 +70,6 @@ def from_verl(config: Mapping[str, object]) -> Ported:
 
 
 def _critic_of(root: Reader, rl: Tree, updates: int) -> None:
-    """Add the value function of gae."""
     joint, trainer = root.below("actor_rollout_ref"), root.below("trainer")
     warmup, advantages = trainer.get("critic_warmup", ours="rl.critic.warmup_steps"), rl["advantages"]
     root.below("critic").get("cliprange_value", ours="rl.critic.loss.options.cliprange")
@@ -85,7 +84,7 @@ def _critic_of(root: Reader, rl: Tree, updates: int) -> None:
 
 
 def _bypassed(correction: Reader, policy: Reader) -> bool:
-    """Whether the sampler's log-probs are those of the old policy, which the plain clipped loss alone takes there."""
+    """Return whether the sampler's log-probs replace the old policy's; only the plain clipped loss may."""
     kind = correction.get("loss_type", "ppo_clip")
     correction.note("loss_type", "no_effect", why="without bypass_mode")
     if not correction.flag("bypass_mode", "rl.prev_logprobs"):
@@ -288,7 +287,7 @@ def _correction(given: Reader, options: Tree, bypassed: bool) -> None:
 
 
 def _critic(critic: Reader, actor: Reader, data: Reader) -> Tree:
-    """The loss of the value function; the policy's aggregation is its own, unless it says otherwise."""
+    """Make the value function's loss; its aggregation defaults to the policy's."""
     clip = critic.get("cliprange_value", 0.5, "rl.critic.loss.options.cliprange")
     averaged = _averaged(critic if "loss_agg_mode" in critic.section else actor, data, "vanilla")
     critic.differ(
@@ -298,6 +297,6 @@ def _critic(critic: Reader, actor: Reader, data: Reader) -> Tree:
 
 
 def _given(section: Reader, names: Mapping[str, str], where: str) -> Tree:
-    """Return our options for the keys that are there."""
+    """Return our options for the keys present."""
     read = {key: section.get(theirs, ours=f"{where}.{key}") for key, theirs in names.items()}
     return {key: value for key, value in read.items() if value is not None}

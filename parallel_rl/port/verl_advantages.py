@@ -1,4 +1,4 @@
-"""Advantages of a config of verl (0.9.1) in our keys: the estimator, the KL in the reward, which prompts stay."""
+"""Advantages from a verl (0.9.1) config: the estimator, the KL in the reward, dynamic sampling."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ _OTB = "optimal_token_baseline"
 _ESTIMATORS = (
     "gae", "grpo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "remax", "rloo", "opo", "gpg", "gdpo", _OTB,
 )  # fmt: skip
-# a token's KL is taken from those up to it
+# estimators that subtract the KL from returns, token by token
 _OF_RETURNS = ("gae", "reinforce_plus_plus", "remax", _OTB)
 _WHITENED = ("gae", "reinforce_plus_plus", "reinforce_plus_plus_baseline")
 
 
 def advantages_of(algorithm: Reader) -> Tree:
-    """The estimator, with its options."""
+    """Make the estimator with its options."""
     ours = "rl.advantages"
     name = str(algorithm.get("adv_estimator", "gae", f"{ours}.name"))
     if name not in _ESTIMATORS:
@@ -67,7 +67,7 @@ def advantages_of(algorithm: Reader) -> Tree:
 
 
 def weigh_baseline(advantages: Tree, weights: object, algorithm: Reader) -> None:
-    """Give the optimal token baseline the importance weights of rollout_correction, which it reads in verl, too."""
+    """Give the optimal token baseline the importance weights of rollout_correction, as in verl."""
     if advantages["name"] != _OTB or not isinstance(weights, dict):
         return
     if (weights["level"], weights["mode"]) == ("token", "tis") and "normalize" not in weights:
@@ -77,7 +77,7 @@ def weigh_baseline(advantages: Tree, weights: object, algorithm: Reader) -> None
 
 
 def dynamic_sampling(algorithm: Reader) -> Tree:
-    """DAPO's, which is filter_groups there."""
+    """Read DAPO's dynamic sampling, verl's filter_groups."""
     filters = algorithm.below("filter_groups")
     on = filters.flag("enable", "rl.dynamic_sampling")
     rounds = filters.get("max_num_gen_batches", 0, "rl.dynamic_sampling.max_rounds")
@@ -89,7 +89,7 @@ def dynamic_sampling(algorithm: Reader) -> Tree:
 
 
 def overlong(root: Reader) -> Tree:
-    """Read the penalty of long completions of the reward manager "dapo", where its releases have it."""
+    """Read the reward manager "dapo"'s penalty of long completions, at its place in each release."""
     older, longest = root.below("reward_model"), root.below("data").get("max_response_length", 512)
     places = [(older.below("overlong_buffer"), longest)]
     for section in (older, root.below("reward")):
@@ -116,7 +116,7 @@ def overlong(root: Reader) -> Tree:
 
 
 def _reward_manager(root: Reader) -> object:
-    """Find the reward manager's name, which stands elsewhere in each release."""
+    """Find the reward manager's name, at its place in each release."""
     owners = [root.below("reward_model"), root.below("reward"), root]
     given = [owner.section.get("reward_manager") for owner in owners]
     names = [value.get("name") if isinstance(value, Mapping) else value for value in given]
@@ -124,7 +124,7 @@ def _reward_manager(root: Reader) -> object:
 
 
 def kl_in_reward(algorithm: Reader, advantages: Tree) -> Tree:
-    """Options of the section rl; the coefficient joins the estimator's."""
+    """Make the options of the section rl; the coefficient joins the estimator's."""
     control, kind = algorithm.below("kl_ctrl"), str(algorithm.get("kl_penalty", "kl", "rl.reward_kl"))
     coefficient = control.get("kl_coef", 0.001, "rl.advantages.kl_coefficient")
     adaptive = control.get("type", "fixed", "rl.kl_controller") == "adaptive"
@@ -144,7 +144,7 @@ def kl_in_reward(algorithm: Reader, advantages: Tree) -> Tree:
     if not coefficient:
         algorithm.drop("use_kl_in_reward", "with kl_ctrl.kl_coef = 0")
         return {}
-    estimator = KL.get(kind.removesuffix("+"))  # no gradient flows into a reward
+    estimator = KL.get(kind.removesuffix("+"))  # rewards have no gradient
     if estimator is None:
         raise ValueError(
             f"{algorithm.path('kl_penalty')} = {kind!r} is not carried over; supported are {', '.join(KL)}, each with +"

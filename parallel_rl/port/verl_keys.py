@@ -1,13 +1,13 @@
-"""Names of verl (0.9.1), its keys that a port does not read, and their fates."""
+"""Names of verl (0.9.1), keys that a port does not read, and their fates."""
 
 from parallel_rl.port.report import Table
 
-# loss_agg_mode, and our aggregation
+# our aggregation for each loss_agg_mode
 AGGREGATIONS = {
     "token-mean": "token-mean", "seq-mean-token-mean": "seq-mean-token-mean", "seq-mean-token-sum": "seq-mean-token-sum",
     "seq-mean-token-sum-norm": "constant-length", "token-sum": "token-sum",
 }  # fmt: skip
-# kl_loss_type and kl_penalty, and our estimator
+# our estimator for each kl_loss_type and kl_penalty
 KL = {"kl": "k1", "k1": "k1", "abs": "abs", "mse": "k2", "k2": "k2", "low_var_kl": "low_var_kl", "k3": "low_var_kl"}
 _JOINT = "actor_rollout_ref"
 _ACTOR, _MODEL, _ROLLOUT = f"{_JOINT}.actor", f"{_JOINT}.model", f"{_JOINT}.rollout"
@@ -16,7 +16,7 @@ _SAMPLER = "of its generation engine"
 _NO_COUNTERPART = "no counterpart in this trainer"
 _WEIGHTS = "all weights are trained"
 _FILTER = "filter or cut the records beforehand"
-# (section, kind, our key, why, names); a name "a=1" is what this trainer does anyway where its value is 1
+# (section, kind, our key, why, names); in a name "a=1" the value 1 is what this trainer does
 _GROUPS = (
     ("", "no_effect", "", "a class of its program", "*._target_"),
     ("", "no_effect", "", "of its profilers", "*.profiler global_profiler"),
@@ -34,7 +34,6 @@ _GROUPS = (
     ("algorithm.filter_groups", "no_effect", "", "prompts stay by the mean of their rewards", "metric "
      "max_inflight_gen_batches"),
     (_JOINT, "no_effect", "", _SPEED, "hybrid_engine"),
-    # the actor
     (_ACTOR, "no_effect", "", _SPEED, "use_torch_compile entropy_from_logits_with_chunking entropy_from_logits_chunk_size "
      "entropy_checkpointing use_prefix_grouper pad_to_length load_weight calculate_entropy calculate_sum_pi_squared "
      "sum_pi_squared_checkpointing log_prob_micro_batch_size engine global_batch_info model_config "
@@ -104,7 +103,6 @@ _GROUPS = (
             "num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage",
         )
     )),
-    # the model
     (_MODEL, "no_effect", "", _SPEED, "use_shm enable_activation_offload use_liger fused_kernel_options tiled_mlp"),
     (_MODEL, "unsupported", "", _WEIGHTS, "lora_rank lora_adapter_path lora.rank lora.adapter_path"),
     (_MODEL, "no_effect", "", "without an adapter's rank", "lora_alpha target_modules exclude_modules lora"),
@@ -115,7 +113,6 @@ _GROUPS = (
     (_MODEL, "unsupported", "model.hf", "write it into the folder's config.json", "override_config.model_config "
      "override_config.attn_implementation override_config.moe_config.freeze_moe_router override_config"),
     (_MODEL, "unsupported", "", "no multi-token prediction", "mtp"),
-    # rollouts
     (_ROLLOUT, "yours", "rl.server", "the trainer samples itself, or from servers: docs/rollout_server.md", "name"),
     (_ROLLOUT, "no_effect", "", _SAMPLER, "mode dtype gpu_memory_utilization enforce_eager cudagraph_capture_sizes "
      "free_cache_engine tensor_model_parallel_size data_parallel_size expert_parallel_size pipeline_model_parallel_size "
@@ -130,7 +127,6 @@ _GROUPS = (
      "log_prob_max_token_len_per_gpu"),
     (_ROLLOUT, "equal", "", "recorded where the loss reads them", "calculate_log_probs"),
     (_ROLLOUT, "unsupported", "", _NO_COUNTERPART, "multi_turn ignore_eos enable_rollout_routing_replay quantization qat mtp"),
-    # data
     ("data", "yours", "data.train", _FILTER, "train_max_samples=-1 filter_overlong_prompts truncation=error"),
     ("data", "yours", "data.held_out", _FILTER, "val_max_samples=-1"),
     ("data", "no_effect", "", _SPEED, "use_shm dataloader_num_workers filter_overlong_prompts_workers val_batch_size "
@@ -142,7 +138,6 @@ _GROUPS = (
     ("data", "unsupported", "", "no tools", "tool_config_path function_tool_path"),
     ("data", "unsupported", "", _NO_COUNTERPART, "custom_cls sampler datagen.path trust_remote_code tokenizer"),
     ("data", "no_effect", "", "without datagen.path", "datagen.name"),
-    # trainer
     ("trainer", "no_effect", "", "torchrun or Slurm starts the ranks", "nnodes n_gpus_per_node device "
      "ray_wait_register_center_timeout use_legacy_worker_impl use_v1 v1"),
     ("trainer", "no_effect", "", "data ranks get equally many tokens with batch.tokens", "balance_batch"),

@@ -1,4 +1,4 @@
-"""The run around the loss of a config of verl in our keys: model, layout, batch, sampling, optimizer, checkpoints, data."""
+"""Sections around the loss from a verl config: model, layout, batch, sampling, optimizer, checkpoints, data."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _NO_STEPS = "epochs × records / rl.prompts, if no number of steps is given"
 
 
 def run_of(root: Reader) -> Tree:
-    """Make every section but rl."""
+    """Make all sections except rl."""
     joint, data = root.below("actor_rollout_ref"), root.below("data")
     actor, model, trainer = joint.below("actor"), joint.below("model"), root.below("trainer")
     megatron, fsdp = actor.below("megatron"), actor.below("fsdp_config")
@@ -150,12 +150,12 @@ def _sampling(rollout: Reader, data: Reader) -> Tree:
 
 
 def ranks_of(trainer: Reader) -> int:
-    """Count the cluster's ranks; 0 if it does not say."""
+    """Count the cluster's ranks; 0 if unknown."""
     return int((number(trainer.get("nnodes", 1)) or 1) * (number(trainer.get("n_gpus_per_node")) or 0))
 
 
 def _sharing(trainer: Reader, megatron: Reader, layout: Tree) -> Tree:
-    """Turn on the distributed optimizer, if there is more than one data × context rank."""
+    """Turn on the distributed optimizer if there is more than one data × context rank."""
     name, size = "use_distributed_optimizer", ranks_of(trainer)
     for key in ("tensor", "pipeline"):
         part = layout.get(key, 1)
@@ -177,7 +177,7 @@ def steps_of(trainer: Reader) -> Tree:
 
 
 def optimizer_of(owner: Reader, ours: str, updates: int, steps: object, rate: float = 1e-6) -> Tree:
-    """Make an optimizer's section of the actor's or the critic's; a tick of the schedule is a step of the run."""
+    """Make the optimizer's section of actor or critic; the schedule ticks once per run step."""
     given = owner.below("optim")
     by_megatron = owner.get("strategy") == "megatron"
     given.note("optimizer", "equal", why="AdamW")

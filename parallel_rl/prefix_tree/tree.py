@@ -111,11 +111,7 @@ class PrefixTree:
         return self._layouts[key]
 
     def owners(self, cp_size: int, cp_layout: CPLayout) -> tuple[Tensor, Tensor]:
-        """Find the context rank of each row position [T], and its place among that rank's rows; computed once.
-
-        Raises:
-            ValueError: a row or a tree that does not divide.
-        """
+        """Find each row position's context rank [T], and its place there; cached. ValueError if uneven."""
         if (cp_size, cp_layout) in self._owners:
             return self._owners[cp_size, cp_layout]
         owner, local = torch.empty(2, self.row_length, dtype=torch.int64)
@@ -130,11 +126,7 @@ class PrefixTree:
         return owner, local
 
     def padded_to(self, row_length: int) -> PrefixTree:
-        """Return the tree with a longer row; the last tree takes the padding.
-
-        Raises:
-            ValueError: a length that is less than the row's.
-        """
+        """Return the tree with a longer row, padded in its last tree; ValueError for a shorter one."""
         if row_length < self.row_length:
             raise ValueError(
                 f"row_length = {row_length} is less than the {self.row_length} positions of the tree's row"
@@ -182,11 +174,7 @@ class PrefixTree:
 
 
 def scored_tokens(token_mask: Tensor | None, input_ids: Tensor) -> Tensor | None:
-    """Return the tokens [B, S] that may carry loss as booleans on the host.
-
-    Raises:
-        ValueError: a mask of another shape.
-    """
+    """Return the tokens [B, S] that may carry loss as booleans on the host; ValueError for another shape."""
     if token_mask is None:
         return None
     if token_mask.shape != input_ids.shape:
@@ -241,10 +229,7 @@ def _read(tree: PrefixTree) -> Tensor:
 def _edges(
     tree: PrefixTree, sequences: Tensor, positions: Tensor, rows: Tensor, count: int
 ) -> tuple[Groups, Tensor, Tensor]:
-    """Find the edges of the flat tokens.
-
-    Returns their places, a flat token of each, and the rows of the further ones.
-    """
+    """Find the edges: their places, a flat token of each, and the rows of further ones."""
     flat = torch.arange(len(rows))
     scored = positions + 1 < tree.lengths[sequences]
     target = tree.input_ids[sequences, (positions + 1).clamp(max=tree.where.shape[1] - 1)]

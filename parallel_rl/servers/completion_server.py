@@ -136,7 +136,7 @@ class CompletionServer:
         return self._submit(prompts, sample_ids, sampling, self._stop)
 
     def close(self) -> None:
-        """Start no further attempt: open requests fail and are not retried."""
+        """Start no further attempt: open requests fail."""
         with self._lock:
             for stop in self._stops:
                 stop.set()

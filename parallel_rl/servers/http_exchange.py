@@ -116,8 +116,6 @@ def _too_long(most: int) -> str:
 
 
 class _Meter:
-    """Remaining seconds and bytes."""
-
     def __init__(self, seconds: float, most: int) -> None:
         self._end, self._bytes = time.monotonic() + seconds, most
 
@@ -185,8 +183,6 @@ class _Reader(io.RawIOBase):
 
 
 class _Plain(HTTPConnection):
-    """A connection made and used on a meter."""
-
     meter: _Meter
 
     def _new_conn(self) -> socket.socket:

@@ -1,13 +1,13 @@
-"""The law as a kit: any loss, on every layout, on real ranks, against one float64 process, with a diagnosis.
+"""Checks of the law: any loss, on every layout, on real ranks, against one float64 process, with a diagnosis.
 
     from parallel_rl.testing import check_law
     print(check_law(MyLoss))
 
-- `check_law`: a loss of this package or of yours, a function with its call, on layouts of 1, 2 and 4 ranks of this machine
-- `law_test`: the same as a test of your repository, in a line; `parallel_rl.testing.pytest_plugin` has a fixture `law`
-- what they take: `Case`, `FunctionLoss`, `host` adapters, `Layout`, `Limits`; what they give: `Report`, `Finding`, `LawBroken`
-- `check_step`: one optimizer step of your own Megatron model, by this library or by your script, on every layout
-- `run_world`: real gloo ranks for tests of your own
+- `check_law`: check a loss or a function with its call, on layouts of 1, 2 and 4 ranks of this machine
+- `law_test`: the same as a one-line test; `parallel_rl.testing.pytest_plugin` has a fixture `law`
+- inputs: `Case`, `FunctionLoss`, `host` adapters, `Layout`, `Limits`; results: `Report`, `Finding`, `LawBroken`
+- `check_step`: check one optimizer step of your Megatron model, by this library or by your script
+- `run_world`: run your tests on real gloo ranks
 """
 
 from parallel_rl.testing.cases import Case

@@ -1,4 +1,4 @@
-"""Checks of a loss on one process: where it looks, whether its gradient is its derivative, what it claims."""
+"""Checks of a loss on one process: positions of its gradient, its derivative, its claims."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ _DIRECTIONS, _STEP = 6, 1e-6
 
 
 class Alone(NamedTuple):
-    """One process's findings.
+    """Findings of one process.
 
     Attributes:
         want: loss, gradient and metrics; None if the loss raised.
-        error: that was raised.
-        where: "" if the gradient is where loss is carried; "unshifted" if it is at each token's own position; else "elsewhere".
-        poison: what NaN, inf and wild ids at masked places did: "", "loss" (changed), "gradient" (NaN) or an error's text.
-        derivative: relative difference of the gradient and finite differences; NaN if not to be had.
-        permuted, doubled: relative change under a permutation of the rows, and with every row twice; NaN if not to be had.
-        empty: what is wrong where everything is masked.
-        claims: that the loss makes and breaks.
+        error: its exception.
+        where: gradient positions: "" at predicting ones; "unshifted" at each token's own; else "elsewhere".
+        poison: effect of NaN, inf and wild ids at masked places: "", "loss" (changed), "gradient" (NaN) or an error.
+        derivative: relative difference of the gradient and finite differences; NaN if unavailable.
+        permuted, doubled: relative change under permuted rows, and with every row twice; NaN if unavailable.
+        empty: fault of a fully masked batch.
+        claims: false claims of the loss.
     """
 
     want: Expected | None
@@ -48,7 +48,7 @@ class Alone(NamedTuple):
 
 @empty_rows_on_purpose()
 def check_alone(rank: int, case: Subject, batch: Batch) -> Alone:
-    """Run all checks that need one process only."""
+    """Run all single-process checks."""
     try:
         want = expected(case, batch)
         loss_fn = case.build()
@@ -107,7 +107,7 @@ class _DetachNothing(TorchFunctionMode):
 
 @contextlib.contextmanager
 def _stop_gradients_lifted() -> Iterator[None]:
-    """A loss that stops gradients on purpose has a gradient that is no derivative; without its stops it must have."""
+    """Disable stop-gradients, so that the gradient of a loss that uses them is its derivative."""
     enter, leave = torch.no_grad.__enter__, torch.no_grad.__exit__
     torch.no_grad.__enter__ = lambda self: None  # type: ignore[method-assign]
     torch.no_grad.__exit__ = lambda self, *error: None  # type: ignore[method-assign]
@@ -119,7 +119,7 @@ def _stop_gradients_lifted() -> Iterator[None]:
 
 
 def _derivative_error(case: Subject, batch: Batch) -> float:
-    """The median over some directions, since one of them may cross a kink of the loss."""
+    """Return the median error over some directions, since one may cross a kink of the loss."""
     leaf = batch.logits.clone().requires_grad_()
     with _stop_gradients_lifted():
         loss, _ = alone(case, leaf, batch.data)
@@ -146,7 +146,7 @@ def _difference(got: Expected, loss: float, gradient: Tensor) -> float:
 
 def _permuted(case: Subject, batch: Batch, want: Expected) -> float:
     order = torch.randperm(batch.rows // 2, generator=torch.Generator().manual_seed(2))
-    rows = torch.stack([2 * order, 2 * order + 1], 1).flatten()  # pairs stay together
+    rows = torch.stack([2 * order, 2 * order + 1], 1).flatten()  # keeps pairs together
     return _difference(expected(case, _rows(batch, rows)), want.loss, want.gradient[rows])
 
 
@@ -169,6 +169,6 @@ def _empty(case: Subject, batch: Batch) -> str:
 
 
 def trial_of(case: Subject, batch: Batch, found: Alone) -> Trial:
-    """The trial for the layouts; without poison where one process broke on it already."""
+    """Make the trial for the layouts, without poison if one process failed on it."""
     assert found.want is not None
     return Trial(case, batch, found.want, clean=bool(found.poison or found.where))

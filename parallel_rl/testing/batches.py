@@ -1,4 +1,4 @@
-"""Batches that a loss may meet: ragged, with empty rows, ranks and micro-batches; and their poisoned twins."""
+"""Batches of hard cases: ragged, with empty rows, ranks and micro-batches; and their poisoned twins."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from parallel_rl.prefix_tree import build_tree
 from parallel_rl.testing.cases import Batch, has_scalar_head
 
 ROWS, WIDTH, VOCAB = 12, 16, 23
-PLACEHOLDER, REWARD_IDS = 21, [19, 2]  # of a process reward model, on different shards
-UNIT_BASE = 2**62 + 1  # float64 could not tell the ids apart
+PLACEHOLDER, REWARD_IDS = 21, [19, 2]  # for a process reward model, on different shards
+UNIT_BASE = 2**62 + 1  # float64 cannot distinguish the ids
 POISON = (math.nan, math.inf, -math.inf)
 
 
@@ -42,9 +42,9 @@ def make_batch(
     truncated: bool = False,
     sizes: Sizes = SIZES,
 ) -> Batch:
-    """Ragged rows, among them: an empty token mask, rows and one whole micro-batch without sample_mask; every value valid.
+    """Make a valid batch of ragged rows, some fully masked, as one whole micro-batch.
 
-    `truncated`: with kept sets, and tokens that an earlier policy did not keep.
+    `truncated` adds kept sets, and tokens outside an earlier policy's truncation.
     """
     rows, width, vocab = sizes
     scalar = has_scalar_head(loss)
@@ -61,10 +61,10 @@ def make_batch(
     ids[1, : len(every_third)] = every_third  # targets on every shard
     token_mask = torch.rand(rows, width, generator=g) < 0.8
     token_mask &= torch.arange(width) < torch.tensor(lengths)[:, None]
-    token_mask[:, 1] = True  # never two empty rows by chance
+    token_mask[:, 1] = True  # never two empty rows
     token_mask[3] = False
     sample_mask = torch.ones(rows)
-    sample_mask[4:6] = 0  # at 2 data ranks x 3 micro-batches, all of one of them
+    sample_mask[4:6] = 0  # at 2 data ranks x 3 micro-batches, one whole micro-batch
     sample_mask[10:12] = 0
     if half_masked:
         sample_mask[rows // 2 :] = 0  # all of data rank 1
@@ -94,7 +94,7 @@ def make_batch(
     others = torch.Generator().manual_seed(seed + 2)
     inside = torch.arange(width) < torch.tensor(lengths)[:, None]
     data |= {
-        # rows of one prompt, and of one trajectory, on several data ranks and in several micro-batches
+        # groups and trajectories cross data ranks and micro-batches
         "group_ids": UNIT_BASE + torch.tensor(_cycled([3, 0, 1, 0, 7, 1, 0, 3, 2, 1, 0, 8], rows)),
         "run_ids": torch.tensor(_cycled([5, 6, 0, 4, 5, 0, 6, 5, 9, 0, 4, 2], rows)),
         "segment_ids": (torch.rand(rows, width, generator=turns) < 0.25).cumsum(1) * 3 + 5,
@@ -122,12 +122,12 @@ def _cycled(pattern: list[int], number: int) -> list[int]:
 
 
 def local_names(loss_fn: LossFunction) -> list[str]:
-    """The fields that only this rank has, in the order of the logits."""
+    """List the fields that only this rank has, in the order of the logits."""
     return [field.name for field in loss_fn.requirements.fields if field.per == "local"]
 
 
 def poisoned(data: dict[str, Tensor], loss_fn: LossFunction) -> dict[str, Tensor]:
-    """NaN, inf and wild ids wherever no loss is carried."""
+    """Put NaN, inf and wild ids at places without loss."""
     bad = {name: value.clone() for name, value in data.items()}
     for name, value in bad.items():
         masked = ~(_scored(data, loss_fn) if name == "input_ids" else _token_mask(data))
@@ -143,7 +143,7 @@ def poisoned(data: dict[str, Tensor], loss_fn: LossFunction) -> dict[str, Tensor
             value[there] = poison.view(-1, *[1] * (value.dim() - 2)).expand_as(value[there]).to(value.dtype)
         elif value.dim() == 1 and value.is_floating_point() and name != "sample_mask":
             value[data["sample_mask"] == 0] = math.nan
-        elif name in ("group_ids", "run_ids"):  # those of no valid row, of valid ones, and none
+        elif name in ("group_ids", "run_ids"):  # ids of no valid row, of valid ones, and none
             rows = (data["sample_mask"] == 0).nonzero()[:, 0]
             value[rows] = torch.tensor([10**6, int(value[0]), -7]).repeat(len(value))[: len(rows)]
     return bad
@@ -154,7 +154,7 @@ def _token_mask(data: dict[str, Tensor]) -> Tensor:
 
 
 def _scored(data: dict[str, Tensor], loss_fn: LossFunction) -> Tensor:
-    """[B, S] bool: tokens that carry loss, those of `token_mask` and of the masks of components."""
+    """Return the tokens [B, S] that carry loss, by `token_mask` and masks of components."""
     mask = _token_mask(data)
     if loss_fn.requirements.token_weights is not None:
         mask &= data["token_weights"] > 0
@@ -165,7 +165,7 @@ def _scored(data: dict[str, Tensor], loss_fn: LossFunction) -> Tensor:
 
 
 def carries_loss(data: dict[str, Tensor], loss_fn: LossFunction) -> Tensor:
-    """[B, S] whether the model's output at this position matters to the loss."""
+    """Return the positions [B, S] whose output matters to the loss."""
     mask = _scored(data, loss_fn)
     if isinstance(loss_fn, PRMLossFn):
         config = loss_fn.config
@@ -181,13 +181,13 @@ def carries_loss(data: dict[str, Tensor], loss_fn: LossFunction) -> Tensor:
 
 
 def _logprobs(logits: Tensor, ids: Tensor) -> Tensor:
-    """[B, S] token-aligned; column 0 is 0."""
+    """Return token-aligned log-probs [B, S]; column 0 is 0."""
     picked = torch.log_softmax(logits[:, :-1], -1).gather(-1, ids[:, 1:, None])[..., 0]
     return torch.cat([logits.new_zeros(len(ids), 1), picked], 1)
 
 
 def with_fields(batch: Batch, loss_fn: LossFunction, seed: int = 7) -> Batch:
-    """Add the fields that the loss declares and the batch lacks: normal floats, and integers 0 and 1."""
+    """Add the loss's missing fields: normal floats, and integers 0 and 1."""
     g = torch.Generator().manual_seed(seed)
     data = dict(batch.data)
     for field in loss_fn.requirements.fields:
@@ -201,9 +201,9 @@ def with_fields(batch: Batch, loss_fn: LossFunction, seed: int = 7) -> Batch:
 
 
 def with_shared_prefixes(batch: Batch, loss_fn: LossFunction, seed: int = 7) -> Batch:
-    """Let rows begin as earlier ones do: trees of some depth, a row inside another, two equal rows.
+    """Make rows share prefixes: deep trees, a row inside another, two equal rows.
 
-    Logits, and fields in their order, are equal where tokens are shared. All other fields differ from row to row.
+    Logits and fields in their order are equal where tokens are shared; all other fields differ.
     """
     g = torch.Generator().manual_seed(seed)
     ids, lengths = batch.data["input_ids"].clone(), batch.lengths

@@ -1,4 +1,4 @@
-"""Losses under test, and the numbers that one process gets for them."""
+"""Losses under test, and their reference numbers from one process."""
 
 from __future__ import annotations
 
@@ -23,25 +23,25 @@ from parallel_rl.losses.registry import get_loss, registered_name
 from parallel_rl.metrics import Metrics, reduce_metrics
 from parallel_rl.statistics import Statistics
 
-# (whole logits, data, config) to the loss and its metrics
+# (whole logits, data, config) -> the loss and its metrics
 Reference = Callable[[Tensor, dict[str, Tensor], dict], tuple[Tensor, dict[str, float]]]
 
 
 class Subject(Protocol):
-    """A loss under test: each layout builds its own, whose call is that of `LossFn`."""
+    """A loss under test; each layout builds an instance with the call of `LossFn`."""
 
     @property
     def name(self) -> str:
-        """Short, for reports."""
+        """Name the loss in reports."""
 
     @property
     def axes(self) -> frozenset[str]:
-        """The axes of `EVERY_AXIS` that it can be run on."""
+        """Return the axes of `EVERY_AXIS` that apply."""
 
     def build(
         self, *, vocab_size: int | None = None, cp_layout: CPLayout = "zigzag", consume_logits: bool = False
     ) -> LossFunction:
-        """The loss on shards of a vocabulary of this size."""
+        """Build the loss for shards of a vocabulary of this size."""
 
 
 EVERY_AXIS = frozenset(
@@ -90,19 +90,18 @@ class Case:
 
 
 def _text(value: object) -> str:
-    """A config's value, short and without what a test's name must not hold."""
     if isinstance(value, dict):
         return ".".join(f"{key}={_text(item)}" if key != "name" else str(item) for key, item in value.items())
     return ",".join(map(_text, value)) if isinstance(value, (list, tuple)) else str(value)
 
 
 class Batch(NamedTuple):
-    """The whole global batch, see `batches`.
+    """A whole global batch, see `batches`.
 
     Attributes:
         logits: [B, S, V], [B, S, 1] for a scalar head.
         data: whole, token-aligned tensors.
-        lengths: of each row, the columns that hold tokens.
+        lengths: tokens of each row.
     """
 
     logits: Tensor
@@ -119,12 +118,12 @@ class Batch(NamedTuple):
 
 
 def has_scalar_head(loss: str | type[LossFn]) -> bool:
-    """Whether the loss reads one output a position instead of logits."""
+    """Return whether the loss reads one output per position instead of logits."""
     return issubclass(get_loss(loss) if isinstance(loss, str) else loss, ScalarHeadLoss)
 
 
 class Expected(NamedTuple):
-    """The loss, the gradient of the logits and the metrics of one process that holds everything."""
+    """Loss, gradient of the logits and metrics of one process with the whole batch."""
 
     loss: float
     gradient: Tensor
@@ -132,10 +131,10 @@ class Expected(NamedTuple):
 
 
 class Trial(NamedTuple):
-    """A loss, the batch that it meets, and the truth.
+    """A loss, its batch, and the reference result.
 
     Attributes:
-        clean: what carries no loss is left as it is, for a loss that is known to stumble over NaN there.
+        clean: no poison, for a loss that is known to fail on it.
     """
 
     case: Subject
@@ -153,7 +152,7 @@ def empty_rows_on_purpose() -> Iterator[None]:
 
 
 def alone(case: Subject, logits: Tensor, data: Mapping[str, Tensor]) -> tuple[Tensor, Metrics]:
-    """The loss on one process that holds everything."""
+    """Build the loss on one process with everything."""
     loss_fn, counts = case.build(), count_valid(data)
     call = (logits, data, *counts)
     return loss_fn(*call, statistics=step_statistics([(loss_fn, call)]))
@@ -162,7 +161,7 @@ def alone(case: Subject, logits: Tensor, data: Mapping[str, Tensor]) -> tuple[Te
 def step_statistics(
     calls: Sequence[tuple[LossFunction, tuple]], groups: ParallelGroups | None = None
 ) -> Statistics | None:
-    """Statistics of a step that consists of these calls on this rank, if the loss needs any."""
+    """Count the statistics of a step of these calls on this rank, if the loss needs any."""
     first, _ = calls[0]
     if not first.needs_statistics:
         return None
@@ -173,7 +172,7 @@ def step_statistics(
 
 
 def expected(case: Subject, batch: Batch, reference: Reference | None = None) -> Expected:
-    """Results of the dense reference where there is one, else of the loss itself in one float64 process."""
+    """Return the results of the dense reference, or of the loss in one float64 process."""
     logits = batch.logits.clone().requires_grad_()
     if reference is not None:
         loss, metrics = reference(logits, batch.data, getattr(case, "config", {}))
@@ -186,12 +185,12 @@ def expected(case: Subject, batch: Batch, reference: Reference | None = None) ->
 
 
 def reduced_numbers(metrics: Sequence[Metrics], groups: ParallelGroups | None = None) -> dict[str, float]:
-    """The reduced metrics of a step; a loss may have none."""
+    """Reduce the metrics of a step, if any."""
     return {name: value.item() for name, value in reduce_metrics(metrics, groups).items()} if metrics[0] else {}
 
 
 def dense_error(trial: Trial, dtype: torch.dtype, reference: Reference | None = None) -> tuple[float, float]:
-    """Errors of plain PyTorch on whole low-precision logits: float32 mathematics, a gradient rounded to `dtype`."""
+    """Return errors of plain PyTorch in low precision: float32 mathematics, gradient rounded to `dtype`."""
     case, batch, want, _ = trial
     logits = batch.logits.to(dtype).requires_grad_()
     data = {name: value.float() if value.dtype == torch.float64 else value for name, value in batch.data.items()}

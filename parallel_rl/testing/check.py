@@ -28,14 +28,14 @@ from parallel_rl.testing.subjects import Loss, sizes_of, subject_of
 WORLDS = (1, 2, 4)
 preload(__name__)
 _CONSEQUENCE = re.compile("Connection (closed|reset) by peer|Broken pipe")
-_TWICE = 2.0  # what sharding may add to the error of unsharded low precision
+_TWICE = 2.0  # allowed factor on the error of unsharded low precision
 
 DenseLoss = Callable[[Tensor, "dict[str, Tensor]"], Tensor]
 
 
 @dataclass(frozen=True)
 class Limits:
-    """How exact and how long.
+    """Tolerance and timeout of a check.
 
     >>> Limits(timeout=10).tolerance
     1e-09
@@ -60,29 +60,29 @@ def check_law(
     reference: DenseLoss | None = None,
     limits: Limits = LIMITS,
 ) -> Report:
-    """Check that a loss gives the same loss, gradient and metrics on every layout, on real gloo ranks of this machine.
+    """Check that a loss gives the same loss, gradient and metrics on every layout, on real gloo ranks.
 
-    The truth is the loss itself on one float64 process with the whole batch, or `reference`. The batch is ragged, has empty
-    rows and micro-batches, and NaN, inf and wild ids wherever no loss is carried. Beside the layouts, one process checks finite
-    differences, permuted and doubled rows, a batch that is masked throughout, and what the loss claims of itself.
+    The reference is the loss on one float64 process with the whole batch, or `reference`. The batch is ragged,
+    with empty rows and micro-batches, and NaN, inf and wild ids at places without loss. One process also checks finite
+    differences, permuted and doubled rows, a fully masked batch, and the loss's claims.
 
         report = check_law(MyLoss)
-        print(report)              # what breaks, by what factor, and how to fix it
+        print(report)              # the broken axes, their factors, and the cure
         report.raise_if_broken()   # in a test
 
     >>> check_law("nll", worlds=[1]).ok
     True
 
     Args:
-        loss: a registered name, a subclass of `LossFn`, an instance with its options, a `Case`; or any function with the call
-            of `LossFn`, see `FunctionLoss`. It may be defined in a notebook.
-        worlds: numbers of ranks, 1 to 8, each with the layouts that `default_layouts` has for it.
-        layouts: these in place of the default ones.
-        reference: (logits [B, S, V], data) → the loss, dense and in float64; the gradient follows by autograd.
+        loss: a registered name, a subclass or instance of `LossFn`, a `Case`, or a function with the call of `LossFn`, see
+            `FunctionLoss`. It may be defined in a notebook.
+        worlds: numbers of ranks, 1 to 8, each with its `default_layouts`.
+        layouts: replace the default ones.
+        reference: (logits [B, S, V], data) → the loss, dense and in float64; autograd gives the gradient.
         limits: tolerance and timeout.
 
     Raises:
-        ValueError: what is not a loss; a number of ranks that this machine does not start.
+        ValueError: no loss, or a number of ranks that this machine cannot start.
     """
     subject = subject_of(loss)
     of_world = layouts_of(worlds, subject) if layouts is None else by_world(layouts)
@@ -97,7 +97,7 @@ def check_subject(
     limits: Limits = LIMITS,
     reference: DenseLoss | None = None,
 ) -> Report:
-    """`check_law` on any ranks: the pool's, or those of a job; there every rank calls it and gets the same report."""
+    """Run `check_law` on the pool's ranks or a job's, where every rank calls it and gets the same report."""
     began, batch = time.monotonic(), batch_for(subject, of_world)
     try:
         found = runner.alone(subject, batch)
@@ -121,17 +121,17 @@ def check_subject(
 
 
 def layouts_of(worlds: Sequence[int], subject: Subject) -> dict[int, list[Layout]]:
-    """The default layouts on these numbers of ranks, of those that the subject can be run on."""
+    """Return the default layouts of these numbers of ranks that the subject supports."""
     return {world: [one for one in default_layouts(world) if runs_on(subject, one)] for world in worlds}
 
 
 def runs_on(subject: Subject, layout: Layout) -> bool:
-    """Whether the subject's call can say all that the layout asks for."""
+    """Return whether the subject's call can express the layout."""
     return layout.axes <= subject.axes and (layout.cp_layout == "zigzag" or "contiguous context" in subject.axes)
 
 
 def by_world(layouts: Sequence[Layout]) -> dict[int, list[Layout]]:
-    """Layouts by their number of ranks."""
+    """Group layouts by their number of ranks."""
     found: dict[int, list[Layout]] = {}
     for layout in layouts:
         found.setdefault(layout.world, []).append(layout)
@@ -139,7 +139,7 @@ def by_world(layouts: Sequence[Layout]) -> dict[int, list[Layout]]:
 
 
 def batch_for(subject: Subject, of_world: Mapping[int, Sequence[Layout]], dtype: torch.dtype = torch.float64) -> Batch:
-    """A batch with every field that the loss reads, which all these layouts can cut."""
+    """Make a batch with the loss's fields that all these layouts can cut."""
     loss_fn = subject.build()
     kind = type(loss_fn) if isinstance(loss_fn, LossFn) else LossFn
     truncated = isinstance(loss_fn, LossFn) and bool(loss_fn.options.truncation)
@@ -150,7 +150,7 @@ def batch_for(subject: Subject, of_world: Mapping[int, Sequence[Layout]], dtype:
 
 
 def _observed(trial: Trial, layouts: Sequence[Layout], runner: Runner, limits: Limits) -> list[Observation]:
-    """Run a trial on layouts of one number of ranks; a rank that dies or hangs is an observation, too."""
+    """Run a trial on layouts of one number of ranks; dead and hung ranks are observations, too."""
     if not layouts:
         return []
     try:
@@ -163,7 +163,7 @@ def _observed(trial: Trial, layouts: Sequence[Layout], runner: Runner, limits: L
 
 
 def _finite(trial: Trial, seen: Sequence[Observation], runner: Runner, limits: Limits) -> list[Observation]:
-    """Run layouts whose result is not finite again, without NaN in the batch: the numbers then tell more."""
+    """Rerun layouts with nonfinite results without NaN in the batch, for more informative numbers."""
     again = [] if trial.clean else [one.layout for one in seen if not (one.error or math.isfinite(one.gradient))]
     clean = [
         one
@@ -175,7 +175,7 @@ def _finite(trial: Trial, seen: Sequence[Observation], runner: Runner, limits: L
 
 
 def first_line(error: WorldError) -> str:
-    """The ranks' errors in one line, without those that only saw another rank go."""
+    """Join the ranks' errors in one line, without consequences of another rank's."""
     own = {rank: text for rank, text in error.errors.items() if not _CONSEQUENCE.search(text)} or error.errors
     of_text = {text: [rank for rank in sorted(own) if own[rank] == text] for text in own.values()}
     said = [f"rank {', '.join(map(str, ranks))}: {text}" for text, ranks in sorted(of_text.items())]
@@ -190,7 +190,7 @@ def _referenced(reference: DenseLoss, batch: Batch, own: Expected) -> Expected:
 
 
 def _low_precision(trial: Trial, layouts: Sequence[Layout], runner: Runner) -> list[Finding]:
-    """Whether bfloat16 logits hurt the sharded loss more than the unsharded one."""
+    """Return whether bfloat16 logits hurt the sharded loss more than the unsharded one."""
     batch = batch_for(trial.case, by_world(layouts), torch.bfloat16)
     alone = runner.alone(trial.case, batch)
     if alone.want is None:

@@ -1,4 +1,4 @@
-"""Claims of a loss about itself, checked."""
+"""Check a loss's claims about itself."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from parallel_rl.vocab.stats import TokenStats
 
 
 def false_claims(loss_fn: LossFn, batch: Batch) -> tuple[str, ...]:
-    """The claims that do not hold: `token_separable`, `on_policy`."""
+    """List the false claims among `token_separable` and `on_policy`."""
     found = []
     needs = loss_fn.requirements
     if needs.token_separable and needs.reads == "log-probs" and not loss_fn.options.truncation:
@@ -35,7 +35,7 @@ def false_claims(loss_fn: LossFn, batch: Batch) -> tuple[str, ...]:
 
 
 def _reads_old_policy(loss_fn: LossFn, batch: Batch) -> float:
-    """How much the gradient moves with the old policy's log-probs, relative to it."""
+    """Return the gradient's relative change with the old policy's log-probs."""
     g = torch.Generator().manual_seed(3)
     old = batch.data["prev_logprobs"]
     moved = {**batch.data, "prev_logprobs": old + 0.3 * torch.randn(old.shape, generator=g).to(old)}
@@ -51,14 +51,14 @@ def _gradient(loss_fn: LossFn, logits: Tensor, data: dict[str, Tensor]) -> Tenso
 
 
 def token_batch(loss_fn: LossFn, batch: Batch) -> TokenBatch:
-    """The whole batch as the loss's objective sees it."""
+    """Make the whole batch as the objective's `TokenBatch`."""
     counts = count_valid(batch.data)
     statistics = step_statistics([(loss_fn, (batch.logits, batch.data, *counts))])
     return read(loss_fn, LossCall(batch.logits, batch.data, *counts, statistics=statistics)).batch
 
 
 def influence(loss_fn: LossFn, batch: TokenBatch) -> float:
-    """How much the gradients of tokens move when other tokens do, at most, relative to the gradients."""
+    """Return the largest relative change of tokens' gradients when other tokens change."""
     g = torch.Generator().manual_seed(0)
     tokens = batch.mask.numel()
     base, worst = gradients(loss_fn, batch, torch.zeros(tokens, dtype=torch.float64)), 0.0
@@ -73,7 +73,7 @@ def influence(loss_fn: LossFn, batch: TokenBatch) -> float:
 
 
 def gradients(loss_fn: LossFn, batch: TokenBatch, change: Tensor) -> list[Tensor]:
-    """Gradients of the log-probs and entropies after `change` is added to both; the statistics of the step stay."""
+    """Return gradients of log-probs and entropies after adding `change` to both, with fixed statistics."""
     assert batch.output.stats is not None
     leaves = [
         None if x is None else (x + torch.where(batch.mask, change, 0)).detach().requires_grad_()

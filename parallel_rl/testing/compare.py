@@ -1,4 +1,4 @@
-"""How far a layout is from one process."""
+"""Difference of a layout from one process."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from parallel_rl.testing.sharded import Outcome
 
 
 def errors(trial: Trial, outcomes: list[Outcome]) -> tuple[float, float]:
-    """Relative errors of the loss and of the gradient's norm, from every rank's outcome of one layout."""
+    """Return relative errors of the loss and of the gradient's norm, from the ranks' outcomes of a layout."""
     first = [outcome for outcome in outcomes if outcome.place[0] == 0]
     want, truth = trial.want, sum(float(outcome.maps[1].sum()) for outcome in outcomes)
     gradient = math.sqrt(sum(outcome.squared_error for outcome in outcomes) / max(truth, 1e-300))
@@ -17,7 +17,7 @@ def errors(trial: Trial, outcomes: list[Outcome]) -> tuple[float, float]:
 
 
 def faults(trial: Trial, of_layout: dict[str, list[Outcome]], tolerance: float) -> list[str]:
-    """List what breaks the law, over all layouts of a world; empty when nothing does."""
+    """List violations of the law over a world's layouts."""
     wrong, want = [], trial.want
     for layout, outcomes in of_layout.items():
         wrong += [outcome.stray for outcome in outcomes if outcome.stray]

@@ -1,4 +1,4 @@
-"""From the numbers of the layouts to the fault: which axis broke the law, by what factor, and which classic fault fits."""
+"""Diagnosis: which axis breaks the law, by what factor, and the classic fault that fits."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from parallel_rl.testing.faults import Fault
 from parallel_rl.testing.layouts import Layout, cut_rows
 from parallel_rl.testing.observe import Observation, Part
 
-_CLOSE = 1e-6  # of factors: what fits, fits to many digits
+_CLOSE = 1e-6  # of factors: a right one fits to many digits
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that is wrong.
+    """A fault found.
 
     Attributes:
         fault: the classic fault that fits.
-        axis: one of `EVERY_AXIS` or "one process", or a few of them joined by " × ".
+        axis: one of `EVERY_AXIS` or "one process", or several joined by " × ".
         text: the numbers, in a sentence.
-        layouts: where it shows.
+        layouts: affected layouts.
     """
 
     fault: Fault
@@ -39,7 +39,7 @@ class Finding:
 
 
 def of_one_process(found: Alone) -> list[Finding]:
-    """Findings of the checks on one process."""
+    """Name the faults of the checks on one process."""
     wrong: list[tuple[Fault, str]] = []
     if found.error:
         wrong.append((F.RAISES, found.error))
@@ -67,7 +67,7 @@ def of_one_process(found: Alone) -> list[Finding]:
 
 
 def of_layouts(trial: Trial, seen: Sequence[Observation], tolerance: float) -> list[Finding]:
-    """Name the fault of each broken axis, single axes first; what one explains is not repeated for several."""
+    """Name the fault of each broken axis, single axes first, without axes that a found fault explains."""
     found: list[Finding] = []
     explained: set[str] = set()
     broken = [one for one in seen if one.broken(tolerance)]
@@ -86,7 +86,7 @@ def of_layouts(trial: Trial, seen: Sequence[Observation], tolerance: float) -> l
 
 
 def _blamed(one: Observation, seen: Sequence[Observation], broken: Sequence[Observation]) -> frozenset[str]:
-    """The axes of a broken layout without those that a right one has."""
+    """Return the axes of a broken layout that no correct layout has."""
     axes = one.layout.axes
     right = [other.layout.axes for other in seen if other not in broken and other.layout.axes < axes]
     return axes - max(right, key=len, default=frozenset())
@@ -103,7 +103,7 @@ def _join(found: list[Finding], new: Finding) -> None:
 
 
 def without_consequences(found: Sequence[Finding]) -> list[Finding]:
-    """Leave out what only follows from something else that was found."""
+    """Remove findings that only follow from others."""
     faults = {one.fault for one in found}
     follows = {
         F.COUNT: {F.ORDER, F.LOCAL_STATISTIC},
@@ -165,7 +165,7 @@ def _of_tensor_ranks(one: Observation) -> tuple[Fault, str] | None:
 
 
 def _of_positions(trial: Trial, one: Observation) -> tuple[Fault, str] | None:
-    """Name a mean over the positions that the call holds; a packed row has fewer of them than padded rows."""
+    """Recognise a mean over the call's positions, of which a packed row has fewer."""
     total = trial.batch.rows * trial.batch.width
     known = [part for part in one.parts if part.tokens and math.isfinite(part.factor)]
     if not known or not _close_all([part.factor for part in known], [total / part.positions for part in known]):
@@ -178,7 +178,7 @@ def _of_positions(trial: Trial, one: Observation) -> tuple[Fault, str] | None:
 
 
 def _of_parts(one: Observation) -> tuple[Fault, str] | None:
-    """By the factor of each micro-batch's gradient: N/n_i of a local denominator, w_i·N/n_i of a mean of means."""
+    """Recognise each micro-batch's factor: N/n_i of a local denominator, w_i·N/n_i of a mean of means."""
     known = [part for part in one.parts if part.tokens and math.isfinite(part.factor)]
     if len(known) < 2 or _close_all([part.factor for part in known], [1.0] * len(known)):
         return None
@@ -202,7 +202,7 @@ def _of_parts(one: Observation) -> tuple[Fault, str] | None:
 
 
 def _weights_of_means(parts: Sequence[Part]) -> list[list[float]]:
-    """How an average of the parts' averages can weigh them: alike, by valid rows, by rows."""
+    """List the weights of an average of averages: equal, by valid rows, by rows."""
     valid, rows = [part.sequences for part in parts], [len(part.rows) for part in parts]
     return [[1 / len(parts)] * len(parts), [n / sum(valid) for n in valid], [n / sum(rows) for n in rows]]
 
@@ -222,7 +222,7 @@ def _of_context_ranks(trial: Trial, one: Observation, tolerance: float) -> tuple
 
 
 def _shard_edges(trial: Trial, layout: Layout) -> set[tuple[int, int]]:
-    """The last position of each run of neighbours that a context rank holds."""
+    """Return the last position of each run of neighbours on a context rank."""
     edges: set[tuple[int, int]] = set()
     for rank in range(layout.cp):
         for part in _cuts(trial, layout, rank):
@@ -257,7 +257,7 @@ def _cuts(trial: Trial, layout: Layout, cp_rank: int) -> list[list[tuple[int, in
 
 
 def _only_at(trial: Trial, one: Observation, places: set[tuple[int, int]]) -> bool:
-    """Whether the error of the gradient, freed from a common factor, is at these places."""
+    """Return whether the gradient's error, without a common factor, is only at these places."""
     if one.position_errors is None or not places:
         return False
     there = torch.zeros_like(one.position_errors, dtype=torch.bool)

@@ -1,4 +1,4 @@
-"""The classic faults of a distributed loss: their names, and how to fix each."""
+"""Classic faults of a distributed loss, and their cures."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ from typing import NamedTuple
 
 
 class Fault(NamedTuple):
-    """A fault by its name, and how to fix it."""
-
     name: str
     fix: str
 

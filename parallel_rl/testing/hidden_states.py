@@ -1,4 +1,4 @@
-"""The law for losses on hidden states and the LM head in place of logits, with the same batches, cuts and truths."""
+"""Check the law for losses on hidden states and the LM head, with the same batches and cuts."""
 
 from __future__ import annotations
 
@@ -18,33 +18,33 @@ from parallel_rl.testing.step import Step, cut_step, local_positions
 from parallel_rl.vocab.linear.lm_head import LMHeadInput
 from parallel_rl.vocab.linear.plan import LinearMode
 
-BUDGET = 1 << 14  # bytes: several chunks, of which a few are kept
+BUDGET = 1 << 14  # bytes: several chunks, some of them kept
 MODES: tuple[LinearMode, ...] = ("auto", "recompute", "resident")
 
 
 def takes_head(case: Subject) -> bool:
-    """Whether the loss reads logits, or statistics of them."""
+    """Return whether the loss reads logits, or statistics of them."""
     return case.build().requirements.reads != "scalar"
 
 
 def reads_log_probs(case: Subject) -> bool:
-    """Whether it reads what `token_stats` gives, not rows of logits."""
+    """Return whether the loss reads `token_stats` instead of rows of logits."""
     return case.build().requirements.reads == "log-probs"
 
 
 def reads_rows(case: Subject) -> bool:
-    """Whether it reads rows of logits, for which whole logits are not needed."""
+    """Return whether the loss reads rows of logits one by one."""
     return case.build().requirements.reads == "rows"
 
 
 def reads_one_distribution(case: Subject) -> bool:
-    """Not the truncated one and, for a KL, the whole."""
+    """Return whether the loss reads one distribution, not a truncated and a whole one."""
     return not case.build().requirements.untruncated
 
 
 def _mode(case: Subject, variant: int) -> LinearMode:
     if reads_rows(case):
-        return MODES[variant % 2]  # it keeps no logits
+        return MODES[variant % 2]  # keeps no logits
     return MODES[variant % len(MODES)] if reads_log_probs(case) else "auto"
 
 
@@ -58,14 +58,14 @@ class Outcome(NamedTuple):
 
 
 def head_of(batch: Batch) -> tuple[Tensor, Tensor]:
-    """Hidden states [B, S, D] and a weight [V, D] whose logits are those of the batch: W is orthogonal."""
+    """Make hidden states [B, S, D] and an orthogonal weight [V, D] with the batch's logits."""
     g, vocab = torch.Generator().manual_seed(3), batch.logits.shape[-1]
     weight = torch.linalg.qr(torch.randn(vocab, vocab, generator=g, dtype=torch.float64)).Q.contiguous()
     return batch.logits @ weight, weight
 
 
 def _second_head(logits: Tensor, step: Step, piece: Piece, part: slice | None, variant: int) -> LMHeadInput:
-    """Hidden states and a head of logits [B, S, V], of another width; `part` of the sequence under its parallelism."""
+    """Make hidden states and a head of another width for logits [B, S, V]; `part` of a sequence."""
     g, vocab = torch.Generator().manual_seed(4), logits.shape[-1]
     wide = torch.linalg.qr(torch.randn(vocab + 3, vocab, generator=g, dtype=torch.float64)).Q.T.contiguous()
     weight = torch.full((len(step.columns), vocab + 3), math.nan, dtype=torch.float64)
@@ -84,7 +84,7 @@ def _second_head(logits: Tensor, step: Step, piece: Piece, part: slice | None, v
 
 
 def run_layout(layout: Layout, trial: Trial, rank: Rank, variant: int) -> Outcome:
-    """One optimizer step on this rank; what carries no loss is poisoned. `variant` chooses mode, order and splitting."""
+    """Run one optimizer step on this rank, poisoned; `variant` chooses mode, order and splitting."""
     case, batch, want, _ = trial
     step = cut_step(trial, layout, rank, torch.float64)
     whole, weight = head_of(batch)
@@ -126,7 +126,7 @@ def run_layout(layout: Layout, trial: Trial, rank: Rank, variant: int) -> Outcom
         truths.append((truth[:, part], 1 if split else layout.tp))
     share, metrics, squared, stray = 0.0, [], 0.0, ""
     for (loss, parts), leaf, (truth, copies) in zip(step.run(outputs, fields), leaves, truths, strict=True):
-        (loss * 4).backward()  # as a loss scale would
+        (loss * 4).backward()  # like a loss scale
         share += loss.item()
         metrics.append(parts)
         assert leaf.grad is not None
@@ -144,12 +144,12 @@ def run_layout(layout: Layout, trial: Trial, rank: Rank, variant: int) -> Outcom
 
 
 def layouts(world: int, number: int | None = None) -> list[Layout]:
-    """TP and CP of 1 and 2; data parallelism, which is nothing to the head, in worlds of four only."""
+    """List TP and CP of 1 and 2; with data parallelism in worlds of four only."""
     return [layout for layout in layouts_of.layouts(world, number) if layout.tp <= 2 and (world == 4 or layout.dp == 1)]
 
 
 def check_world(rank: int, of_world: list[Layout], given: list[Trial]) -> list[tuple[str, str, Outcome, Tensor]]:
-    """(case, layout, outcome, the weight's gradient summed over the world)."""
+    """Return (case, layout, outcome, the weight's gradient summed over the world)."""
     found = []
     world = dist.get_world_size()
     ranks: dict[tuple[int, int], Rank] = {}
@@ -164,14 +164,14 @@ def check_world(rank: int, of_world: list[Layout], given: list[Trial]) -> list[t
             dist.all_reduce(weight)
             found.append((trial.case.name, layout.name, outcome, weight))
             variant += 1
-        variant += len(given) % 2 == 0  # a case meets every variant
+        variant += len(given) % 2 == 0  # each case meets every variant
     return found
 
 
 def faults(
     batch: Batch, want: Expected, of_layout: dict[str, list[tuple[Outcome, Tensor]]], tolerance: float
 ) -> list[str]:
-    """List what breaks the law, over all layouts of a world."""
+    """List violations of the law over a world's layouts."""
     whole, weight = head_of(batch)
     of_weight = want.gradient.flatten(0, 1).T @ whole.flatten(0, 1)
     of_hidden = (want.gradient @ weight).norm().item()

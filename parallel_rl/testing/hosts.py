@@ -1,7 +1,6 @@
-"""Losses as other frameworks call them, as `check_law` takes them; each adapter states what its host multiplies.
+"""Adapters that call a loss the way a framework does, for `check_law`; each states its host's factors.
 
-`parallel_rl.hosts` is the other way: our losses in their calls. A NeMo-RL loss on logits has the call of `LossFn` already: give
-`FunctionLoss(loss, fields)`.
+`parallel_rl.hosts` does the opposite: our losses in their calls.
 """
 
 from __future__ import annotations
@@ -18,15 +17,15 @@ _SLIME = {
     "prev_logprobs": "log_probs", "generation_logprobs": "rollout_log_probs", "reference_policy_logprobs": "ref_log_probs",
 }  # fmt: skip
 ROWS = frozenset({"data", "micro-batches"})
-# (log-probs [B, S], mask [B, S], data, n_seqs, n_toks) to the loss of these rows
+# (log-probs [B, S], mask [B, S], data, n_seqs, n_toks) -> the loss of these rows
 RowsLoss = Callable[[Tensor, Tensor, Mapping[str, Tensor], Tensor, Tensor], Tensor]
 
 
 def on_rows(loss: RowsLoss, fields: tuple[str, ...] = ()) -> FunctionLoss:
-    """Take a loss on whole rows' log-probs, `(logprobs, mask, data, global_valid_seqs, global_valid_toks) -> loss`.
+    """Adapt a loss on whole rows' log-probs: (logprobs, mask, data, valid_seqs, valid_toks) → loss.
 
-    `logprobs` [B, S] are token-aligned, 0 and without gradient where `mask` is False. It is checked over data ranks and
-    micro-batches: what cuts a row or the vocabulary is the caller's.
+    `logprobs` [B, S] are token-aligned, 0 and without gradient where `mask` is False. Only data ranks and micro-batches are
+    checked.
 
     >>> on_rows(lambda logprobs, mask, data, seqs, toks: -logprobs.sum() / toks).axes == ROWS
     True
@@ -40,7 +39,7 @@ def on_rows(loss: RowsLoss, fields: tuple[str, ...] = ()) -> FunctionLoss:
 
 
 def _named(loss: object, run: Callable[..., Tensor | tuple[Tensor, Mapping]], fields: tuple[str, ...]) -> FunctionLoss:
-    """Give `run`, of logits, data and the two counts, the call of a loss and the name of the one that it calls."""
+    """Wrap `run`, of logits, data and counts, in a loss's call and another function's name."""
 
     def call(
         logits: Tensor, data: Mapping[str, Tensor], seqs: Tensor, toks: Tensor,
@@ -53,7 +52,7 @@ def _named(loss: object, run: Callable[..., Tensor | tuple[Tensor, Mapping]], fi
 
 
 def row_logprobs(logits: Tensor, data: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-    """Log-probs [B, S] of `input_ids`, and where they carry loss; masked ones are exactly 0."""
+    """Return log-probs [B, S] of `input_ids` and their loss mask; masked ones are exactly 0."""
     mask = (data["token_mask"] != 0) & (data["sample_mask"] != 0)[:, None]
     mask = torch.cat([torch.zeros_like(mask[:, :1]), mask[:, 1:]], 1)
     ids, here = torch.where(mask, data["input_ids"], 0)[:, 1:], mask[:, 1:]
@@ -63,7 +62,7 @@ def row_logprobs(logits: Tensor, data: Mapping[str, Tensor]) -> tuple[Tensor, Te
 
 
 def nemo_rl(loss: Callable[..., tuple], fields: tuple[str, ...] = ()) -> FunctionLoss:
-    """Take a loss of NeMo-RL on log-probs: (next_token_logprobs, data, global_valid_seqs, global_valid_toks) → (loss, metrics).
+    """Adapt a NeMo-RL loss: (next_token_logprobs, data, valid_seqs, valid_toks) → (loss, metrics).
 
     next_token_logprobs [B, S − 1]; `data` has the masks, input_ids and `fields`, 0 where no loss is carried. NeMo-RL adds
     metrics up, but for those with _min and _max in their names, which are left out here, as is what it undoes: the factors of
@@ -90,7 +89,7 @@ def nemo_rl(loss: Callable[..., tuple], fields: tuple[str, ...] = ()) -> Functio
 
 
 def skyrl(policy_loss: Callable[..., tuple], config: object = None) -> FunctionLoss:
-    """Take a policy loss of SkyRL: (log_probs, old_log_probs, advantages, config, loss_mask, rollout_logprobs) → (loss, ...).
+    """Adapt a SkyRL policy loss: (log_probs, old_log_probs, advantages, config, mask, ...) → (loss, ...).
 
     The advantages come divided by the step's tokens, as SkyRL's loss_reduction "token_mean" has it. SkyRL multiplies by
     micro-batches and data ranks, DDP and Megatron divide by them; both are left out here.
@@ -109,7 +108,7 @@ def skyrl(policy_loss: Callable[..., tuple], config: object = None) -> FunctionL
 
 
 def torchtitan(loss: Callable[..., tuple]) -> FunctionLoss:
-    """Take a loss of torchtitan's RL: (logits [T, V], labels [T], global_valid_tokens, *, ...) → (loss, metrics).
+    """Adapt a torchtitan RL loss: (logits [T, V], labels [T], global_valid_tokens, ...) → (loss, metrics).
 
     The rows lie one after the other, with shifted labels; generator_logprobs are prev_logprobs. Nothing is multiplied.
 
@@ -133,7 +132,7 @@ def torchtitan(loss: Callable[..., tuple]) -> FunctionLoss:
 
 
 def verl(policy_loss: Callable[..., tuple], config: object = None, loss_agg_mode: str = "token-mean") -> FunctionLoss:
-    """Take a policy loss of verl: (old_log_prob, log_prob, advantages, response_mask, loss_agg_mode, config) → (loss, ...).
+    """Adapt a verl policy loss: (old_log_prob, log_prob, advantages, response_mask, ...) → (loss, ...).
 
     `config.global_batch_info` is filled in as verl's workers do it: dp_size 1, batch_num_tokens and global_batch_size of the
     whole step. verl multiplies by the data ranks' number and DDP divides by it; both are left out here.
@@ -156,7 +155,7 @@ def verl(policy_loss: Callable[..., tuple], config: object = None, loss_agg_mode
 
 
 def hugging_face(compute_loss_func: Callable[..., Tensor]) -> FunctionLoss:
-    """Take a `compute_loss_func` of Hugging Face's Trainer and TRL: (outputs, labels, num_items_in_batch=None) → loss.
+    """Adapt a `compute_loss_func` of Trainer and TRL: (outputs, labels, num_items_in_batch) → loss.
 
     `outputs.logits` [B, S, V], `labels` [B, S] with −100 at masked places, the count of the whole accumulation. The Trainer
     multiplies by the number of processes and DDP divides by it; both are left out here.
@@ -177,7 +176,7 @@ def hugging_face(compute_loss_func: Callable[..., Tensor]) -> FunctionLoss:
 
 
 def slime(custom_loss: Callable[..., tuple], args: object = None, fields: tuple[str, ...] = ()) -> FunctionLoss:
-    """Take a custom loss of slime (`--custom-loss-function-path`): (args, batch, logits, sum_of_sample_mean) → (loss, metrics).
+    """Adapt a custom loss of slime: (args, batch, logits, sum_of_sample_mean) → (loss, metrics).
 
     `logits` [1, T, V] are the rows of `batch`, one after the other, each a prompt of one token and a response of S − 1. `batch`
     holds lists with an entry a row: unconcat_tokens [S], loss_masks [S − 1], total_lengths, response_lengths, and under slime's
@@ -209,7 +208,7 @@ def slime(custom_loss: Callable[..., tuple], args: object = None, fields: tuple[
         _, mask = row_logprobs(logits, data)
         rows, width = mask.shape
         masks = [row.to(logits) for row in mask[:, 1:]]
-        scored = torch.cat([mask[:, 1:], mask.new_zeros(rows, 1)], 1)  # the places that predict
+        scored = torch.cat([mask[:, 1:], mask.new_zeros(rows, 1)], 1)  # the predicting positions
         batch: dict[str, list] = {
             "unconcat_tokens": [*torch.where(mask, data["input_ids"], 0)],
             "loss_masks": masks,

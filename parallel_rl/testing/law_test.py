@@ -1,4 +1,4 @@
-"""A check as a test: one line in the user's own repository."""
+"""`check_law` as a one-line test of a user's repository."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ P = ParamSpec("P")
 def law_test(
     worlds: Sequence[int] = WORLDS, limits: Limits = LIMITS
 ) -> Callable[[Callable[P, Loss]], Callable[P, None]]:
-    """Make a test of a function that returns a loss: it fails with the diagnosis where the law is broken.
+    """Make a test of a function that returns a loss; a failure prints the diagnosis.
 
         @law_test()
         def test_my_loss():

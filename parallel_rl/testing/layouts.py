@@ -1,7 +1,4 @@
-"""Layouts, their process groups and their cuts, made of lists of positions.
-
-Not of `SequenceLayout`, so that an error there cannot cancel itself.
-"""
+"""Layouts, their process groups and their cuts, from lists of positions: independent of `SequenceLayout`'s errors."""
 
 from __future__ import annotations
 
@@ -29,12 +26,11 @@ class Layout(NamedTuple):
 
     @property
     def world(self) -> int:
-        """Number of ranks."""
         return self.tp * self.cp * self.dp * self.pp
 
     @property
     def axes(self) -> frozenset[str]:
-        """Ways in which it differs from one process with padded rows: the names of `EVERY_AXIS`."""
+        """List the differences from one process with padded rows, as names of `EVERY_AXIS`."""
         used = {
             "tensor": self.tp > 1,
             "context": self.cp > 1,
@@ -51,8 +47,8 @@ class Layout(NamedTuple):
         return f"tp{self.tp}.cp{self.cp}.dp{self.dp}{stages}.{self.packing}.mb{self.micro_batches}.{self.cp_layout}"
 
 
-# Of the layouts of a world: those that come first where a run takes only some. The first two have every dimension, every
-# step of the packing and several micro-batches; the first six each value of each setting beside most of the others'.
+# Layouts to run first if a check takes only some. The first two have every dimension, every step of the packing and
+# several micro-batches; the first six most combinations of settings.
 _FIRST = {
     4: (
         "tp2.cp2.dp1.packed+padding.mb3.zigzag",
@@ -67,7 +63,7 @@ _FIRST = {
 
 
 def default_layouts(world: int) -> list[Layout]:
-    """Layouts of a check on this many ranks: one axis at a time on up to two ranks, several together on four and eight."""
+    """Return a check's layouts: one axis at a time up to two ranks, several together on four and eight."""
     if world == 1:
         padded = Layout(1, 1, 1, "padded", 1, "zigzag")
         packed = [padded._replace(packing=packing) for packing in ("packed", "packed+padding", "tree")]
@@ -87,7 +83,7 @@ def default_layouts(world: int) -> list[Layout]:
 
 
 def layouts(world: int, number: int | None = None) -> list[Layout]:
-    """TP {1, 2, 4} x CP {1, 2} x DP {1, 2} of this many ranks x packing x {1, 3} micro-batches: all, or the first `number`."""
+    """Combine TP {1, 2, 4}, CP {1, 2}, DP {1, 2}, packing and micro-batches {1, 3}; at most `number`."""
     grids = [(tp, cp, dp) for tp in (1, 2, 4) for cp in (1, 2) for dp in (1, 2) if tp * cp * dp == world]
     found = [
         Layout(*grid, packing, micro_batches, cp_layout)
@@ -102,7 +98,7 @@ def layouts(world: int, number: int | None = None) -> list[Layout]:
 
 
 class Rank(NamedTuple):
-    """This process in a layout: its groups, its (tensor, context, data) place, and where its tensors live."""
+    """This process in a layout: its groups, its (tensor, context, data) place, its device."""
 
     groups: ParallelGroups
     place: tuple[int, int, int]
@@ -112,9 +108,9 @@ class Rank(NamedTuple):
 def make_groups(
     rank: int, world: int, tp: int, cp: int, timeout: timedelta | None = None
 ) -> tuple[ParallelGroups, tuple[int, int, int]]:
-    """Tensor ranks are neighbours, then context, then data; returns the groups and this rank's (tp, cp, dp) place.
+    """Make groups, tensor ranks adjacent, then context, then data; return them with this rank's place.
 
-    `timeout` is of their collectives; None is the backend's half an hour, not the world's.
+    `timeout` is for their collectives; None is the backend's half an hour, not the world's.
     """
     place = (rank % tp, rank // tp % cp, rank // (tp * cp))
     ranks = torch.arange(world).view(-1, cp, tp)
@@ -145,9 +141,9 @@ def _cut(length: int, cp: int, rank: int, cp_layout: str) -> list[int]:
 
 
 class Piece(NamedTuple):
-    """One micro-batch on one rank: where each local position comes from ((row, column), None for padding), and cu_seqlens.
+    """A micro-batch on one rank: the (row, column) of each local position (None: padding), and cu_seqlens.
 
-    `tree` is that of a row of prefix trees; a position that several tokens share comes from the first of them.
+    In a `tree`'s row, a shared position belongs to its first token.
     """
 
     rows: list[int]
@@ -158,12 +154,12 @@ class Piece(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Leading dimensions of the logits: [B, S/cp], packed [1, T/cp]."""
+        """Return the logits' leading dimensions: [B, S/cp], packed [1, T/cp]."""
         one_row = self.cu_seqlens is not None or self.tree is not None
         return (1, len(self.places)) if one_row else (len(self.rows), len(self.places) // len(self.rows))
 
     def joined(self, whole: Tensor) -> Tensor:
-        """Sum [B, S, ...] over the tokens that share a position of the row, at the first of them; without a tree as it is."""
+        """Sum [B, S, ...] over tokens that share a position, at the first of them; unchanged without a tree."""
         if self.tree is None:
             return whole
         rows, columns = self.tree.real.nonzero().unbind(1)
@@ -172,7 +168,7 @@ class Piece(NamedTuple):
         return torch.zeros_like(whole).index_put(first, whole[at], accumulate=True)
 
     def indices(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Rows, columns, and whether there is one, of each local position."""
+        """Return rows, columns, and validity of the local positions."""
         pairs = torch.tensor([(-1, 0) if at is None else at for at in self.places])
         return pairs[:, 0].clamp(min=0), pairs[:, 1], pairs[:, 0] >= 0
 
@@ -180,9 +176,9 @@ class Piece(NamedTuple):
 def cut_rows(
     rows: list[int], lengths: list[int], width: int, layout: Layout, cp_rank: int, ids: Tensor | None = None
 ) -> Piece:
-    """Cut rows of `width` columns, of which `lengths` say how many hold tokens, for one context rank.
+    """Cut rows of `width` columns and given `lengths` for one context rank.
 
-    `ids` [B, S] of the whole batch say which tokens a prefix tree shares.
+    `ids` [B, S] of the whole batch determine what a prefix tree shares.
     """
     if layout.packing == "tree":
         assert ids is not None
@@ -196,7 +192,7 @@ def cut_rows(
     room = [-(-lengths[row] // unit) * unit for row in rows]
     true = room if layout.packing == "packed" else [lengths[row] for row in rows]
     if layout.packing == "packed+padding":
-        room[-1] += 2 * unit  # the row's alignment padding lies in the last sequence
+        room[-1] += 2 * unit  # the alignment padding belongs to the last sequence
     whole = [[(row, t) if t < width else None for t in range(size)] for row, size in zip(rows, room, strict=True)]
     if layout.cp_layout == "zigzag":
         places = [sequence[t] for sequence in whole for t in _cut(len(sequence), layout.cp, cp_rank, "zigzag")]

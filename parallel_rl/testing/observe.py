@@ -1,4 +1,4 @@
-"""Comparison of a layout with the truth, in the few numbers that a diagnosis is computed from."""
+"""Comparison of a layout with the reference, in the numbers that a diagnosis needs."""
 
 from __future__ import annotations
 
@@ -17,13 +17,12 @@ from parallel_rl.testing.sharded import Outcome
 
 @dataclass(frozen=True)
 class Part:
-    """One micro-batch on one data and context rank.
+    """A micro-batch on one data and context rank.
 
     Attributes:
-        rows: of the batch.
-        sequences, tokens: valid ones; of tokens those that this context rank predicts.
-        positions: of the logits on this context rank, masked ones and padding included.
-        factor: g·g* / |g*|² of its positions; NaN without a true gradient.
+        sequences, tokens: valid ones; tokens predicted by this context rank.
+        positions: of the logits on this context rank, including masked ones and padding.
+        factor: g·g* / |g*|² of its positions; NaN without a reference gradient.
     """
 
     rows: list[int]
@@ -35,21 +34,20 @@ class Part:
 
 @dataclass(frozen=True, eq=False)
 class Observation:
-    """One layout beside the truth.
+    """One layout's result compared with the reference.
 
     Attributes:
-        layout: the layout.
         loss, gradient: relative errors.
-        metrics: relative error of each metric, of those that are off; infinity for one that is missing.
-        loss_factor: Σ shares / L.
-        gradient_factor: g·g* / |g*|², the number that explains most of the gradient.
-        residual: |g − factor·g*| / |g*|, what it does not explain.
+        metrics: relative errors of wrong metrics; infinity for a missing one.
+        loss_factor: Σ local losses / L.
+        gradient_factor: g·g* / |g*|², which explains most of the gradient.
+        residual: |g − factor·g*| / |g*|, unexplained.
         parts: micro-batches of the data and context ranks.
         position_errors: [B, S] |g − g*|² of each position.
-        tensor_differs: whether tensor ranks of one data and context rank got different losses or metrics.
-        stray: a gradient where none may be.
+        tensor_differs: tensor ranks of one data and context rank disagree.
+        stray: a gradient at a place without loss.
         padding_gradient: a gradient in a padding column of the vocabulary.
-        error: that was raised.
+        error: the exception raised.
     """
 
     layout: Layout
@@ -67,13 +65,13 @@ class Observation:
     error: str = ""
 
     def broken(self, tolerance: float) -> bool:
-        """Whether the law does not hold here."""
+        """Return whether the law is broken."""
         right = self.loss <= tolerance and self.gradient <= tolerance and not self.metrics
         return bool(self.error or self.tensor_differs or self.stray or not right)
 
 
 def observe(trial: Trial, layout: Layout, outcomes: Sequence[Outcome], tolerance: float) -> Observation:
-    """Compare the outcomes of all ranks on one layout with the truth."""
+    """Compare all ranks' outcomes on one layout with the reference."""
     errors = sorted({outcome.error for outcome in outcomes if outcome.error})
     if errors:
         return Observation(layout, error="; ".join(errors))
@@ -103,7 +101,7 @@ def observe(trial: Trial, layout: Layout, outcomes: Sequence[Outcome], tolerance
 
 
 def relative(got: float, want: float, floor: float) -> float:
-    """|got − want| / max(|want|, floor); NaN stays NaN."""
+    """Return |got − want| / max(|want|, floor); NaN stays NaN."""
     return abs(got - want) / max(abs(want), floor)
 
 

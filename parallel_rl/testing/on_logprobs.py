@@ -1,4 +1,4 @@
-"""A loss called on log-probs, as `check_law` takes it: on logits it must give the numbers of its ordinary call."""
+"""Check losses called on log-probs, which must give the numbers of the call on logits."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from parallel_rl.vocab.stats import stats_of_shard
 
 @dataclass(frozen=True, eq=False)
 class OnLogProbs:
-    """A case whose loss gets the log-probs of its logits, with NaN wherever no loss is carried, in every form in turn.
+    """A case called on its logits' log-probs, in every form in turn, with NaN at places without loss.
 
     >>> OnLogProbs(Case("nll")).name
     'nll on log-probs'
@@ -40,14 +40,14 @@ class OnLogProbs:
 
     @property
     def axes(self) -> frozenset[str]:
-        """Rows of a host, without context ranks where it matters in which place of its sequence a token lies."""
+        """Return a host's axes, without context ranks if the loss reads places in a sequence."""
         cut = {"context", "contiguous context"} if self.case.build().requirements.reads_places else set()
         return EVERY_AXIS - cut - {"prefix trees"}
 
     def build(
         self, *, vocab_size: int | None = None, cp_layout: CPLayout = "zigzag", consume_logits: bool = False
     ) -> LossFunction:
-        """The loss, whose log-probs consume no logits."""
+        """Build the loss; log-probs consume no logits."""
         return _OnLogProbs(self.case.build(vocab_size=vocab_size, cp_layout=cp_layout))
 
 
@@ -55,7 +55,7 @@ Pair = tuple[Tensor, Tensor]  # log-probs and entropy
 
 
 class _Form(NamedTuple):
-    """The arguments that a host would pass."""
+    """Arguments that a host would pass."""
 
     logprobs: Values
     entropy: Values
@@ -118,8 +118,8 @@ class _OnLogProbs(LossFunction):
 
 
 def _whole(values: Pair, data: Mapping[str, Tensor], layout: SequenceLayout, call: LossCall) -> _Form:
-    """Rows [B, S], or one flat row whose alignment padding, if there is any, is behind the last bound."""
-    logprobs, entropy = (x.roll(1) for x in values)  # column 0 gets what another row ends with, and is never read
+    """Return rows [B, S], or one flat row with its alignment padding after the last bound."""
+    logprobs, entropy = (x.roll(1) for x in values)  # column 0 gets another row's end, and is never read
     if call.packed_sequences is None:
         return _Form(logprobs.view(layout.shape), entropy.view(layout.shape), data)
     bounds, rooms = call.packed_sequences.cu_seqlens, call.packed_sequences.cu_seqlens_padded
@@ -129,7 +129,7 @@ def _whole(values: Pair, data: Mapping[str, Tensor], layout: SequenceLayout, cal
 
 
 def _held(values: Pair, data: Mapping[str, Tensor], layout: SequenceLayout, call: LossCall) -> _Form:
-    """Rows cut between tokens: a token's log-prob lies where the token does, after an exchange over context ranks."""
+    """Cut rows between tokens, each log-prob at its token, after an exchange over context ranks."""
 
     def moved(x: Tensor) -> Tensor:
         return layout.shard(layout.unshard(x.nan_to_num(0.0), call.context_group), shift=False, fill=torch.nan)
@@ -145,7 +145,7 @@ def _held(values: Pair, data: Mapping[str, Tensor], layout: SequenceLayout, call
 
 
 def _cut(values: Pair, data: Mapping[str, Tensor], layout: SequenceLayout) -> _Form:
-    """Responses: what this rank's positions predict, a tensor each, or rows where all are of one length."""
+    """Return this rank's responses: a tensor each, or rows if all have one length."""
     flat = _along({**data, "token_mask": valid_tokens(data)}, layout, shift=True)
     sizes = layout.offsets.diff().tolist()
 
@@ -159,6 +159,6 @@ def _cut(values: Pair, data: Mapping[str, Tensor], layout: SequenceLayout) -> _F
 
 
 def _along(data: Mapping[str, Tensor], layout: SequenceLayout, shift: bool) -> dict[str, Tensor]:
-    """Fields of tokens in the order of the local positions, those of sequences as they are."""
+    """Reorder token fields to the local positions; sequence fields are unchanged."""
     flat = {name: x if x.dim() == 1 else layout.take(x, shift) for name, x in data.items()}
     return flat | {"token_mask": layout.shard(data["token_mask"], shift)}

@@ -1,8 +1,7 @@
 """A warm pool of gloo ranks: `run_world(n, fn, *args)` runs `fn(rank, *args)` on n real processes.
 
-The workers are forked from a server process that has torch preloaded (a fork of a large pytest process deadlocks, a
-spawn pays the import of torch per rank), live for the whole session and run one thread each. Every call gets a fresh
-default process group: no test sees the groups, the random state or the default dtype that another one left behind.
+Workers are forked from a server with torch preloaded, since forking a large pytest process deadlocks and spawning imports
+torch per rank. They stay for the session; each call gets a fresh process group and state.
 """
 
 from __future__ import annotations
@@ -28,16 +27,15 @@ from parallel_rl.testing.worker import work
 
 MAX_WORLD = 8
 START_TIMEOUT = 300.0  # a cold import of torch on a busy machine
-SHORT_GRACE = 1.5  # after the first failure, the other ranks may report their own
-GRACE = 8.0  # then the failed ranks' groups are closed, which ends collectives that wait for them; the rest is killed
+SHORT_GRACE = 1.5  # for other ranks' errors after the first failure
+GRACE = 8.0  # then the failed ranks' groups are closed, to end waiting collectives; the rest is killed
 
 _SERIAL = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
 _preload = ["torch", "torch.distributed"]
 
 
 class WorldError(RuntimeError):
-    """A rank raised or did not answer. `errors[rank]` is "Type: message", `tracebacks[rank]` the rank's traceback,
-    `silent` the ranks that did not answer in time (they are in neither dict)."""
+    """Failure of a rank: `errors` and `tracebacks` by rank, and `silent` ranks without an answer."""
 
     def __init__(self, errors: dict[int, str], tracebacks: dict[int, str], silent: list[int], why: str) -> None:
         self.errors, self.tracebacks, self.silent = errors, tracebacks, silent
@@ -46,25 +44,21 @@ class WorldError(RuntimeError):
 
 
 def preload(*modules: str) -> None:
-    """Import `modules` once in the server instead of once per rank.
-
-    Call it while test modules are imported: after the first run_world has started the server, it is too late.
-    """
+    """Import `modules` once in the server; call it before the first run_world."""
     _preload.extend(name for name in modules if name not in _preload)
 
 
 def run_world(world_size: int, fn: Callable[..., Any], *args: Any, timeout: float = 120.0) -> list[Any]:
-    """`[fn(0, *args), ..., fn(world_size - 1, *args)]`, each in its own process of a gloo world of exactly that size.
+    """Run `fn(rank, *args)` on each rank of a gloo world and return the results in rank order.
 
     Args:
         world_size: 1 to 8.
-        fn: a function; its result is pickled (tensors are copied). It goes by name to the warm ranks, with its arguments; what
-            has no name there, such as a loss that is defined in a notebook, comes to ranks that are forked for this call.
-        timeout: seconds for the whole call; also the timeout of the process group.
+        fn: a function with a picklable result. A function that warm ranks cannot import, e.g. of a notebook, gets ranks forked
+            for this call.
+        timeout: seconds for the whole call and for the process group.
 
     Raises:
-        WorldError: a rank raised, died or hung. The first failure ends the call after a short grace in which the others
-            may report theirs; silent ranks are shown with their stacks and killed, and the next call starts new ones.
+        WorldError: a rank raised, died or hung. Silent ranks are shown with their stacks, killed and replaced.
     """
     if not 1 <= world_size <= MAX_WORLD:
         raise ValueError(f"world_size = {world_size} is not valid; 1 to {MAX_WORLD}")
@@ -72,7 +66,7 @@ def run_world(world_size: int, fn: Callable[..., Any], *args: Any, timeout: floa
 
 
 def close() -> None:
-    """End all workers (pytest does this at the end of the session)."""
+    """End all workers; pytest does this at the end of the session."""
     _pool.close()
 
 
@@ -106,8 +100,8 @@ class _Pool:
         connection.send_bytes(task)
 
     def _forget(self, rank: int) -> None:
-        """Have a rank close its groups and undo what else the task left behind."""
-        with contextlib.suppress(BrokenPipeError):  # it died meanwhile: the next start sees it
+        """Close a rank's groups and reset its state."""
+        with contextlib.suppress(BrokenPipeError):  # it died meanwhile; the next start replaces it
             self._send(rank, None, b"")
 
     def _collect(self, world_size: int, timeout: float) -> list[Any]:
@@ -124,7 +118,7 @@ class _Pool:
             if not answered:
                 if woken or not errors:
                     break
-                for rank in set(errors) - dead:  # it wakes the ranks that wait for them
+                for rank in set(errors) - dead:  # ends the others' waiting collectives
                     self._forget(rank)
                 woken, deadline = True, time.monotonic() + GRACE
             for connection in answered:
@@ -144,7 +138,7 @@ class _Pool:
                 if not errors:
                     deadline = min(deadline, time.monotonic() + SHORT_GRACE)
                 errors[rank], tracebacks[rank] = answer
-        for rank in set(ranks.values()) - dead:  # a gloo group's threads never rest, also where nobody uses it
+        for rank in set(ranks.values()) - dead:  # a gloo group's threads never rest
             self._forget(rank)
         if not (errors or pending):
             return [results[rank] for rank in range(world_size)]
@@ -164,7 +158,7 @@ class _Pool:
         raise WorldError(errors, {**tracebacks, **stacks}, silent, why)
 
     def _stack(self, rank: int) -> str:
-        """The stack of a silent rank: faulthandler answers SIGUSR1 even while the main thread waits inside a collective."""
+        """Return a silent rank's stack, by faulthandler's SIGUSR1."""
         with contextlib.suppress(OSError, TypeError):
             os.kill(self.workers[rank][0].pid or 0, signal.SIGUSR1)
             time.sleep(0.2)
@@ -173,7 +167,7 @@ class _Pool:
         return "(unknown)"
 
     def _start(self, world_size: int) -> None:
-        """Start what is missing of the workers 0 .. world_size - 1, together."""
+        """Start the missing workers among 0 .. world_size - 1, together."""
         if any(not process.is_alive() for process, _ in self.workers):
             self.close()
         first = len(self.workers)
@@ -200,7 +194,7 @@ class _Pool:
 
     def close(self) -> None:
         for process, connection in self.workers:
-            connection.close()  # an idle worker leaves by itself at the end of its pipe
+            connection.close()  # an idle worker ends with its pipe
             process.join(0.02)
         for process, _ in self.workers:
             process.kill()
@@ -215,7 +209,7 @@ atexit.register(close)
 
 
 def _by_name(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes | None:
-    """The pickled task; None where something in it exists in this process only."""
+    """Pickle the task; None if part of it exists only in this process."""
     try:
         task = pickle.dumps((fn, args))
     except (pickle.PicklingError, AttributeError, TypeError):
@@ -224,7 +218,7 @@ def _by_name(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes | None:
 
 
 def _run_forked(world_size: int, fn: Callable[..., Any], args: tuple[Any, ...], timeout: float) -> list[Any]:
-    """Run on ranks that are forked off this process and end with the call."""
+    """Run on ranks forked off this process for this call."""
     torch = sys.modules.get("torch")
     if torch is not None and (torch.cuda.is_initialized() or torch.distributed.is_initialized()):
         raise ValueError(
@@ -253,7 +247,7 @@ def _run_forked(world_size: int, fn: Callable[..., Any], args: tuple[Any, ...], 
 
 @contextlib.contextmanager
 def _no_main() -> Iterator[None]:
-    """Hide the script: a started process would import it again, which runs it again unless it is guarded."""
+    """Hide the script, which a started process would import and so run again."""
     main = sys.modules["__main__"]
     sys.modules["__main__"] = types.ModuleType("__main__")
     try:
@@ -263,7 +257,7 @@ def _no_main() -> Iterator[None]:
 
 
 def _importable(modules: list[str]) -> list[str]:
-    """The server survives only an ImportError while it preloads: leave out what fails otherwise."""
+    """Leave out modules whose import would end the server: it survives only an ImportError."""
     good = []
     for name in [*modules, "parallel_rl", *(["pytest"] if "pytest" in sys.modules else [])]:
         with contextlib.suppress(Exception):

@@ -17,7 +17,7 @@ from parallel_rl.testing.subjects import Loss
 
 @pytest.fixture(scope="session")
 def law() -> Iterator[Callable[..., None]]:
-    """Fails with a diagnosis where a loss breaks the law; takes the arguments of `check_law`. No rank is left behind."""
+    """Fail with a diagnosis if a loss breaks the law; takes the arguments of `check_law`."""
 
     def check(loss: Loss, worlds: Sequence[int] = WORLDS) -> None:
         check_law(loss, worlds).raise_if_broken()

@@ -1,4 +1,4 @@
-"""The outcome of a check: a line a layout, the findings, as text, as JSON and as an error."""
+"""Report of a check as text, JSON or an error."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from parallel_rl.testing.observe import Observation
 
 
 class LawBroken(AssertionError):
-    """A loss gives other numbers on another layout, or stumbles over what one process shows already."""
+    """A loss depends on the layout, or already fails on one process."""
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,7 @@ class Row:
 
     Attributes:
         layout: its name.
-        loss, gradient, metrics: relative errors; the metrics' largest.
+        loss, gradient, metrics: relative errors, of the worst metric.
         verdict: "ok", or the name of the fault.
     """
 
@@ -32,7 +32,7 @@ class Row:
 
     @classmethod
     def of(cls, seen: Observation, findings: Sequence[Finding], tolerance: float) -> Row:
-        """The line of an observation, with the first finding that speaks of it."""
+        """Make the line of an observation, with the first finding that names it."""
         verdict = "ok"
         if seen.broken(tolerance):
             named = [one.fault.name for one in findings if seen.layout.name in one.layouts]
@@ -42,14 +42,13 @@ class Row:
 
 @dataclass(frozen=True)
 class Report:
-    """Everything that a check of one loss found.
+    """Report of a check of one loss.
 
     Attributes:
-        name: of the loss.
-        rows: a line a layout.
-        findings: what is wrong, with its cause; empty when the law holds.
-        skipped: what could not be checked, and why.
-        seconds: that it took.
+        rows: a line per layout.
+        findings: faults and causes; empty if the law holds.
+        skipped: unchecked parts, and why.
+        seconds: duration.
     """
 
     name: str
@@ -60,27 +59,23 @@ class Report:
 
     @property
     def ok(self) -> bool:
-        """Whether the law holds."""
+        """Return whether the law holds."""
         return not self.findings and bool(self.rows)
 
     @property
     def verdict(self) -> str:
-        """ "ok", or the name of the first fault."""
+        """Return "ok", or the name of the first fault."""
         if self.ok:
             return "ok"
         return self.findings[0].fault.name if self.findings else "no layout"
 
     def raise_if_broken(self) -> None:
-        """Raise the diagnosis.
-
-        Raises:
-            LawBroken: the law does not hold.
-        """
+        """Raise LawBroken with the diagnosis if the law is broken."""
         if not self.ok:
             raise LawBroken(str(self))
 
     def as_json(self) -> dict[str, object]:
-        """Plain lists, mappings, numbers and strings; what is not finite is None."""
+        """Convert to plain lists, mappings, numbers and strings; nonfinite numbers become None."""
         return {
             "loss": self.name,
             "ok": self.ok,

@@ -1,4 +1,4 @@
-"""Ranks for a check: the pool's, or those of a running job."""
+"""Ranks for a check: the pool's, or a running job's."""
 
 from __future__ import annotations
 
@@ -17,22 +17,16 @@ from parallel_rl.testing.sharded import Outcome, RunLayout, attempt, check_world
 
 
 class Runner(Protocol):
-    """Ranks that a check can use."""
-
     def alone(self, subject: Subject, batch: Batch) -> Alone:
-        """One process's findings."""
+        """Run the checks of one process."""
 
     def run(self, trial: Trial, layouts: Sequence[Layout], dtype: torch.dtype) -> list[list[Outcome]]:
-        """The outcomes of all ranks, for each of these layouts of one number of ranks.
-
-        Raises:
-            WorldError: a rank died or did not answer.
-        """
+        """Return all ranks' outcomes per layout; WorldError if a rank died or did not answer."""
 
 
 @dataclass(frozen=True)
 class PoolRunner:
-    """Ranks of this machine, which the pool starts and keeps warm; `timeout` seconds a call."""
+    """Warm ranks of this machine's pool; `timeout` seconds per call."""
 
     timeout: float
 
@@ -47,18 +41,18 @@ class PoolRunner:
 
 @dataclass(frozen=True)
 class JobRunner:
-    """The ranks of torchrun's or srun's job, in which each calls the check.
+    """Ranks of torchrun's or srun's job, each of which calls the check.
 
     Attributes:
         place: this rank's groups on a layout.
-        run_layout: one optimizer step's loss on them.
+        run_layout: runs one optimizer step's loss on them.
     """
 
     place: Callable[[Layout], Rank]
     run_layout: RunLayout = run_layout
 
     def alone(self, subject: Subject, batch: Batch) -> Alone:
-        """One process's findings; every rank's error is everyone's, so that all go on or none does."""
+        """Run the checks of one process; an error on one rank is raised on all."""
         found = check_alone(0, subject, batch)
         errors: list[str] = [""] * dist.get_world_size()
         dist.all_gather_object(errors, found.error)
@@ -75,5 +69,5 @@ class JobRunner:
 
 
 def of_places(outcomes: Sequence[Outcome]) -> list[Outcome]:
-    """One outcome of each place, an error before others: pipeline stages of one place hold the same."""
+    """Keep one outcome per place, errors first; pipeline stages share a place."""
     return list({one.place: one for one in sorted(outcomes, key=lambda one: bool(one.error))}.values())

@@ -1,4 +1,4 @@
-"""One optimizer step's loss on one rank of a layout, every place that carries no loss poisoned."""
+"""One optimizer step's loss on one rank of a layout, with poison at places without loss."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ class Outcome(NamedTuple):
     """Result of one rank on one layout.
 
     Attributes:
-        share: of the loss.
+        share: the local loss.
         metrics: reduced.
         squared_error: of this rank's piece of the gradient.
-        stray: a gradient where none may be.
+        stray: a gradient at a place without loss.
         place: (tensor, context, data) rank.
-        maps: [3, B, S] g·g*, |g*|² and |g − g*|² of each position's gradient g and the true g*; 0 where another rank has it.
+        maps: [3, B, S] g·g*, |g*|² and |g − g*|² of each position's gradient g and reference g*; 0 on other ranks' positions.
         padding_gradient: in a padding column of the vocabulary.
-        error: that was raised, in place of all else.
+        error: the exception, instead of all else.
     """
 
     share: float
@@ -43,7 +43,7 @@ class Outcome(NamedTuple):
 
 
 def run_layout(layout: Layout, trial: Trial, rank: Rank, dtype: torch.dtype) -> Outcome:
-    """One optimizer step's loss on this rank; the logits come in `dtype`."""
+    """Run one optimizer step's loss on this rank, with logits of `dtype`."""
     batch = trial.batch
     step = cut_step(trial, layout, rank, dtype, consume=layout.micro_batches > 1)
     leaves = [step.local(batch.logits, piece).to(rank.device, dtype).requires_grad_() for piece in step.pieces]
@@ -69,8 +69,8 @@ RunLayout = Callable[[Layout, Trial, Rank, torch.dtype], Outcome]
 
 
 def add_to_maps(maps: Tensor, piece: Piece, gradient: Tensor, truth: Tensor) -> None:
-    """Add a piece's gradient, beside the true one, to `Outcome.maps`."""
-    rows, columns, _ = piece.indices()  # padding has no place of its own: the first row takes its error
+    """Add a piece's gradient and reference to `Outcome.maps`."""
+    rows, columns, _ = piece.indices()  # padding counts at the first row
     numbers = torch.stack([gradient * truth, truth.square(), (gradient - truth).square()]).sum(-1)
     maps.view(3, -1).index_add_(1, rows * maps.shape[2] + columns, numbers)
 
@@ -78,10 +78,9 @@ def add_to_maps(maps: Tensor, piece: Piece, gradient: Tensor, truth: Tensor) -> 
 def check_world(
     rank: int, of_world: Sequence[Layout], given: list[Trial], dtype: torch.dtype, keep_going: bool = False
 ) -> list[tuple[str, str, Outcome]]:
-    """(case, layout, outcome), for every case on every one of these layouts.
+    """Run every case on every layout; return (case, layout, outcome).
 
-    With `keep_going` an error of a loss becomes its outcome; ranks then agree that each is done, so that a rank that stays in
-    a collective is found by the world's timeout at the layout that it stays in.
+    With `keep_going` an error is an outcome, and ranks agree after each layout, so that a hung collective is located.
     """
     outcomes = []
     ranks: dict[tuple[int, int], Rank] = {}
@@ -97,11 +96,7 @@ def check_world(
 
 @empty_rows_on_purpose()
 def attempt(layout: Layout, trial: Trial, rank: Rank, dtype: torch.dtype, run: RunLayout = run_layout) -> Outcome:
-    """`run`, with an error as the outcome; afterwards all ranks know that each came out of it.
-
-    Raises:
-        RuntimeError: another rank did not, in the world's timeout.
-    """
+    """Call `run`, with an error as outcome; RuntimeError if another rank hangs until the world's timeout."""
     try:
         outcome = run(layout, trial, rank, dtype)
     except (Exception, SystemExit) as error:
@@ -119,11 +114,7 @@ def attempt(layout: Layout, trial: Trial, rank: Rank, dtype: torch.dtype, run: R
 
 
 def _wait_a_little(arrived: dist.Work) -> None:
-    """Wait briefly after an error: the other ranks may be waiting in a collective of the loss.
-
-    Raises:
-        RuntimeError: they did not arrive.
-    """
+    """Wait briefly for other ranks after an error; RuntimeError if they hang in a collective of the loss."""
     end = time.monotonic() + _PATIENCE
     while not arrived.is_completed():
         if time.monotonic() > end:

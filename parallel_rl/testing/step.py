@@ -1,4 +1,4 @@
-"""The calls of one optimizer step on one rank of a layout: its micro-batches' data, poisoned, counted and cut."""
+"""Calls of one optimizer step on one rank of a layout: data poisoned, counted and cut."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ class Step:
     Attributes:
         loss_fn: on this layout.
         columns: the global column of each local one (None: padding).
-        pieces: of each micro-batch, where its local positions come from.
-        datas: of each micro-batch, NaN, inf and wild ids wherever no loss is carried.
+        pieces: the sources of local positions, per micro-batch.
+        datas: data per micro-batch, with NaN, inf and wild ids at places without loss.
         counts: of the whole step.
-        carries: [B, S] whether the model's output at a position of the whole batch matters to the loss.
-        clean: what carries no loss is left as it is.
+        carries: [B, S] whether the output at a position of the whole batch matters to the loss.
+        clean: no poison.
         rank: this process.
     """
 
@@ -45,11 +45,11 @@ class Step:
     def run(
         self, outputs: Sequence[Tensor | LMHeadInput], fields: Sequence[Mapping[str, LMHeadInput]] = ()
     ) -> Iterator[tuple[Tensor, Metrics]]:
-        """The loss and metrics of each micro-batch, one after the other; statistics of the step come first.
+        """Compute loss and metrics of each micro-batch, after the step's statistics.
 
         Args:
             outputs: of the model.
-            fields: of the data of each micro-batch, in place of those that `datas` has by these names.
+            fields: replace fields of `datas`, per micro-batch.
         """
         groups = self.rank.groups
         more = fields or [{} for _ in outputs]
@@ -63,7 +63,7 @@ class Step:
             yield loss_fn(*call, statistics=statistics)
 
     def local(self, whole: Tensor, piece: Piece, poison: bool = True) -> Tensor:
-        """[T_local, width] of a [B, S, V] tensor on this rank's columns, see `local_positions`."""
+        """Cut a [B, S, V] tensor to this rank's columns, [T_local, width], see `local_positions`."""
         carries = torch.ones_like(self.carries) if self.clean else self.carries
         found = local_positions(whole, piece, self.columns, carries, poison)
         return found.nan_to_num(0.0, 0.0, 0.0) if self.clean else found
@@ -90,9 +90,9 @@ def cut_step(trial: Trial, layout: Layout, rank: Rank, dtype: torch.dtype, *, co
     pieces = [cut_rows(cut, batch.lengths, batch.width, layout, cp_rank, ids) for cut in cuts]
     kind, carries = torch.promote_types(dtype, torch.float32), carries_loss(batch.data, loss_fn)
     dirty = batch.data if clean else poisoned(batch.data, loss_fn)
-    dirty = {**dirty, "input_ids": ids} if layout.packing == "tree" else dirty  # they say what is shared
+    dirty = {**dirty, "input_ids": ids} if layout.packing == "tree" else dirty  # the ids determine the sharing
     data = {name: value.to(kind) if value.dtype == torch.float64 else value for name, value in dirty.items()}
-    own = local_names(loss_fn)  # these come in the order and on the shard of the logits
+    own = local_names(loss_fn)  # ordered and sharded like the logits
     datas = []
     for piece in pieces:
         part = {name: value[piece.rows] for name, value in data.items() if name not in own}
@@ -103,14 +103,14 @@ def cut_step(trial: Trial, layout: Layout, rank: Rank, dtype: torch.dtype, *, co
 
 
 def _columns(trial: Trial, layout: Layout, tp_rank: int) -> list[int | None]:
-    """The global column of each local one (None: padding), by the packing: uneven, padded, or with a rank of padding alone."""
+    """Map local columns to global ones (None: padding): uneven, padded, or with a rank of padding alone."""
     vocab = trial.batch.logits.shape[-1]
     if vocab == 1:  # a scalar head
         return [0]
     if layout.packing == "packed" or "padded vocabulary" not in trial.case.axes:  # torch.chunk's shards
         width = -(-vocab // layout.tp)
         return list(range(tp_rank * width, min((tp_rank + 1) * width, vocab)))
-    if layout.packing == "padded" and layout.tp > 2:  # even shards, the last of which is nothing but padding
+    if layout.packing == "padded" and layout.tp > 2:  # even shards, the last one all padding
         width = -(-vocab // (layout.tp - 1))
     else:
         width = -(-(vocab + (1 if layout.packing == "padded" else 5)) // layout.tp)
@@ -120,9 +120,9 @@ def _columns(trial: Trial, layout: Layout, tp_rank: int) -> list[int | None]:
 def local_positions(
     whole: Tensor, piece: Piece, columns: list[int | None], carries: Tensor, poison: bool = True
 ) -> Tensor:
-    """[T_local, width] of a [B, S, V] tensor; NaN and inf at masked places, wild numbers in padding columns.
+    """Cut a [B, S, V] tensor to [T_local, width], with poison at masked places and in padding columns.
 
-    Without `poison` it is a gradient, which tokens that share a position of a tree's row add up to.
+    Without `poison` it is a gradient, summed over tokens that share a position.
     """
     carries = piece.joined(carries.long()) > 0
     whole = whole if poison else piece.joined(whole)

@@ -1,4 +1,4 @@
-"""Inputs of `check_law`: a name, a class, an instance, a function with the call of `LossFn`."""
+"""Inputs of `check_law`: a name, class, instance, or function with the call of `LossFn`."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from parallel_rl.testing.batches import Sizes
 from parallel_rl.testing.cases import EVERY_AXIS, Case, Subject
 from parallel_rl.testing.layouts import Layout
 
-# (next_token_logits, data, n_seqs, n_toks, tensor rank, tensor group, context group) to the loss, or the loss and its metrics
+# (next_token_logits, data, n_seqs, n_toks, tensor rank, tensor group, context group) -> the loss, perhaps with metrics
 LossCallable = Callable[..., "Tensor | tuple[Tensor, Mapping[str, float | Tensor]]"]
-Loss = str | type[LossFn] | LossFn | Subject | LossCallable  # all that `check_law` takes
+Loss = str | type[LossFn] | LossFn | Subject | LossCallable  # inputs of `check_law`
 _CALL = (
     "next_token_logits", "data", "global_valid_seqs", "global_valid_toks",
     "vocab_parallel_rank", "vocab_parallel_group", "context_parallel_group",
@@ -34,7 +34,7 @@ _CALL = (
 
 @dataclass(frozen=True, eq=False)
 class Given:
-    """A loss as it was built, with its options and its state; what a layout decides is set again."""
+    """A loss instance with its options and state, rebuilt for each layout."""
 
     loss: LossFn
 
@@ -49,7 +49,7 @@ class Given:
     def build(
         self, *, vocab_size: int | None = None, cp_layout: CPLayout = "zigzag", consume_logits: bool = False
     ) -> LossFn:
-        """A copy for this layout."""
+        """Copy the loss for this layout."""
         loss = copy.copy(self.loss)
         loss.options = replace(
             loss.options, vocab_size=vocab_size, vocab_start=None, cp_layout=cp_layout, consume_logits=consume_logits
@@ -59,7 +59,7 @@ class Given:
 
 @dataclass(frozen=True, eq=False)
 class FunctionLoss:
-    """A function, or an object, with the seven arguments of `LossFn`'s call, such as a loss of NeMo-RL.
+    """A function or object with the seven arguments of `LossFn`'s call, such as a loss of NeMo-RL.
 
     >>> import torch
     >>> def doubled(logits, data, seqs, toks, rank=None, tensor=None, context=None):
@@ -101,7 +101,7 @@ class FunctionLoss:
     def build(
         self, *, vocab_size: int | None = None, cp_layout: CPLayout = "zigzag", consume_logits: bool = False
     ) -> LossFunction:
-        """The same on every layout: the call tells nothing of padding columns or of the context layout."""
+        """Return the function itself: its call knows neither padding columns nor the context layout."""
         return _Called(self)
 
 
@@ -137,13 +137,10 @@ class _Called(LossFunction):
 
 
 def subject_of(loss: Loss) -> Subject:
-    """Make a subject of a user's loss.
+    """Make a subject of a user's loss; ValueError for an unknown name or anything else.
 
     >>> subject_of("nll").name
     'nll'
-
-    Raises:
-        ValueError: an unknown name, or what is not a loss.
     """
     if isinstance(loss, str):
         return Case(get_loss(loss))
@@ -162,7 +159,7 @@ def subject_of(loss: Loss) -> Subject:
 
 
 def sizes_of(subject: Subject, layouts: Sequence[Layout]) -> Sizes:
-    """Sizes of a batch that all these layouts can cut; an even vocabulary where the call cannot tell of uneven shards."""
+    """Choose sizes that all these layouts can cut, with an even vocabulary if shards must be equal."""
     rows = math.lcm(12, *(2 * layout.dp * layout.micro_batches for layout in layouts))
     width = math.lcm(16, *(2 * layout.cp for layout in layouts))
     tensor = math.lcm(*(layout.tp for layout in layouts)) if layouts else 1

@@ -1,4 +1,4 @@
-"""One rank of the pool: it joins a fresh gloo world for each task, and ends with its parent."""
+"""One rank of the pool: joins a fresh gloo world for each task, and ends with its parent."""
 
 from __future__ import annotations
 
@@ -23,26 +23,25 @@ Task = tuple[Setting, Callable[[], tuple]]
 
 
 def work(rank: int, connection: Connection, folder: str, first: Task | None = None) -> None:
-    """The life of one rank: tasks in, results out, until the pipe closes.
+    """Run tasks from the pipe until it closes.
 
     Args:
-        rank, connection, folder: of this worker.
         first: a task that came by fork, not through the pipe.
     """
     import torch
 
-    if first is not None:  # a notebook's streams belong to its own process
+    if first is not None:  # a notebook's streams belong to its process
         sys.stdout, sys.stderr = sys.__stdout__ or sys.stdout, sys.__stderr__ or sys.stderr
 
     threading.Thread(target=_die_with_the_parent, daemon=True).start()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
     with open(os.path.join(folder, f"stack{rank}"), "w", encoding="utf-8") as stack:
         faulthandler.register(signal.SIGUSR1, file=stack)
         torch.set_num_threads(1)
         loopback = {"lo", "lo0"} & {name for _, name in socket.if_nameindex()}
         if loopback:
             os.environ["GLOO_SOCKET_IFNAME"] = loopback.pop()
-        gc.freeze()  # the preloaded modules: each gc.collect() below is then short
+        gc.freeze()  # shortens each gc.collect() below
         connection.send_bytes(b"ready")
         while True:
             try:
@@ -52,8 +51,8 @@ def work(rank: int, connection: Connection, folder: str, first: Task | None = No
                 else:
                     (setting, task), first = first, None
             except (EOFError, ConnectionResetError):
-                os._exit(0)  # skips the interpreter's shutdown, which a wedged gloo thread can hold up
-            if setting is None:  # once no rank can be inside a handshake with this one any more
+                os._exit(0)  # skips the interpreter's shutdown, which a wedged gloo thread can delay
+            if setting is None:  # no rank can be in a handshake with this one any more
                 _forget()
             else:
                 with contextlib.suppress(BrokenPipeError):  # the parent no longer waits; the next read ends this rank
@@ -62,7 +61,7 @@ def work(rank: int, connection: Connection, folder: str, first: Task | None = No
 
 
 def _die_with_the_parent() -> None:
-    """No orphan stays behind, even if pytest is killed while this rank waits in a collective."""
+    """Ask the kernel to kill this rank with its parent."""
     parent = multiprocessing.parent_process()
     if parent is not None:
         wait([parent.sentinel])
@@ -70,7 +69,7 @@ def _die_with_the_parent() -> None:
 
 
 def _answer(rank: int, setting: Setting, task: bytes | Callable[[], tuple]) -> bytes:
-    """("result", what the task gives) or ("error", message, traceback), pickled."""
+    """Run a task and pickle ("result", value) or ("error", message, traceback)."""
     try:
         return pickle.dumps(("result", _call(rank, setting, task)))
     except BaseException as error:
@@ -82,7 +81,7 @@ def _call(rank: int, setting: Setting, task: bytes | Callable[[], tuple]) -> Any
     import torch.distributed as dist
 
     world_size, store, timeout = setting
-    # unpickling imports modules: before the rendezvous, so that no rank waits for it in a collective
+    # unpickling imports modules, so it comes before the rendezvous
     fn, args = task() if callable(task) else pickle.loads(task)  # nosec B301 # of the parent
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
     os.environ.update(LOCAL_WORLD_SIZE=str(world_size))
@@ -98,7 +97,7 @@ def _call(rank: int, setting: Setting, task: bytes | Callable[[], tuple]) -> Any
 
 
 def _forget() -> None:
-    """Undo what the last task left behind: groups, default dtype, gradient mode."""
+    """Reset groups, default dtype, gradient mode."""
     import torch
     import torch.distributed as dist
 

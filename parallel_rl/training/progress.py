@@ -8,11 +8,10 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class TrainProgress:
-    """The current phase ("warmup" or the main one), the steps done in it, and the records of each source that they took,
-    counted over all passes.
+    """Current phase ("warmup" or the main one), its steps done, and records taken of each source.
 
-    The next of a source with N records is record `taken[name] % N` of pass `taken[name] // N`, whatever the sizes of the steps
-    before were. The order of the data and the trainer's own draws follow from (seed, that number).
+    The next record of a source with N records is `taken[name] % N` of pass `taken[name] // N`. The order of the data and the
+    trainer's sampling depend only on (seed, that number).
 
     >>> progress = TrainProgress("rl", 0).after({"train": 64})
     >>> progress.step, progress.next("train"), progress.next("examples")
@@ -24,9 +23,9 @@ class TrainProgress:
     taken: Mapping[str, int] = field(default_factory=dict)
 
     def next(self, name: str) -> int:
-        """The number of the next record of a source."""
+        """Return the number of a source's next record."""
         return self.taken.get(name, 0)
 
     def after(self, takes: Mapping[str, int]) -> TrainProgress:
-        """Progress one step later, which took so many records of each source."""
+        """Return the progress one step later, which took these records of each source."""
         return TrainProgress(self.phase, self.step + 1, {name: self.next(name) + n for name, n in takes.items()})

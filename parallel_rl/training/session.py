@@ -1,4 +1,4 @@
-"""The models, data and state that the steps of a run share."""
+"""Models, data and state shared by the steps of a run."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from parallel_rl.training.tokenizer.protocol import Tokenizer
 
 @dataclass(frozen=True)
 class Session:
-    """The models and data of a phase; None for those that the run does not have.
+    """Models and data of a phase; None for those that the run does not have.
 
     Attributes:
-        policy: the trained model; a reward model too.
+        policy: the trained model, or reward model.
         critic: the value function of RL.
-        reference: a frozen copy of the policy that the main phase began with.
+        reference: a frozen copy of the main phase's first policy.
         teacher: a frozen model from another run's checkpoint.
-        served: the servers that draw the policy's completions.
+        served: the servers that sample the policy's completions.
         kl_controller: the coefficient of the KL in the reward.
-        failures: counter of the samples that failed.
+        failures: counter of failed samples.
     """
 
     policy: Learner
@@ -41,5 +41,5 @@ class Session:
 
     @property
     def engine(self) -> Engine:
-        """The policy's."""
+        """Return the policy's engine."""
         return self.policy.engine

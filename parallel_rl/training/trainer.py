@@ -41,13 +41,13 @@ from parallel_rl.training.rollouts.server_check import check_servers
 from parallel_rl.training.rollouts.sharing import queued_again_without_servers
 from parallel_rl.training.tokenizer.protocol import Tokenizer
 
-_DRAW_EVERY, _DRAW_SHARE = 20.0, 50  # seconds between pictures, and of one in this share of the time at most
+_DRAW_EVERY, _DRAW_SHARE = 20.0, 50  # seconds between pictures, and at most this fraction of the time
 _HELD_OUT = ("held_out_before", "held_out_after")  # values of a checkpoint
 
 
 @dataclass(frozen=True)
 class Result:
-    """The outcome of a run, equal on every rank: its rows, and the mean held-out rewards (None: no evaluation)."""
+    """Outcome of a run, equal on every rank: rows, and mean held-out rewards (None: no evaluation)."""
 
     rows: list[dict[str, float | int | str]]
     held_out_before: float | None
@@ -56,14 +56,14 @@ class Result:
 
 
 def train(config: TrainConfig, dump_step: int | None = None) -> Result:
-    """Run `config` to its end on every rank of the world, from the newest checkpoint in its folder if there is one.
+    """Run `config` to its end on every rank, from the newest checkpoint in its folder if there is one.
 
     Args:
         config: the run.
-        dump_step: the optimizer step of the main phase that goes to run.dir/dumps, for `parallel-rl explain`.
+        dump_step: the main phase's optimizer step to write to run.dir/dumps, for `parallel-rl explain`.
 
     Raises:
-        ValueError: the config, the data or the world's size does not fit; on every rank, before any work.
+        ValueError: config, data or world size do not fit; on every rank, before any work.
     """
     began = time.monotonic()
     check_dump(config, dump_step)
@@ -88,7 +88,7 @@ def train(config: TrainConfig, dump_step: int | None = None) -> Result:
 
 
 class _Run:
-    """The session of a run, its progress, and what it has written."""
+    """Session of a run, its progress and outputs."""
 
     def __init__(self, config: TrainConfig, tokenizer: Tokenizer, data: Datasets, dump_step: int | None) -> None:
         self.config = config
@@ -97,7 +97,7 @@ class _Run:
         self.phases = phases(config)
         self.dump = StepDump.of(config, self.phases[-1].name, dump_step, tokenizer.decode)
         self.rows: list[dict[str, float | int | str]] = []
-        self.stop: str | None = None  # the cause, once a rank was asked to stop
+        self.stop: str | None = None  # the cause, after a stop was requested
         notes: list[str] = []
         steps = {phase.name: phase.steps for phase in self.phases}
         self.starts_over, self.latest = resume.find_start(config, steps, data, notes.append)
@@ -125,14 +125,14 @@ class _Run:
         self.engine, self.tokenizer, self.data = engine, tokenizer, data
 
     def run(self, began: float) -> bool:
-        """Run every step that is left; False if the run was asked to stop before the last."""
+        """Run the remaining steps; False if a stop was requested before the last."""
         random_state = self._load_start()
         self.log.say("\n".join([layout_text(self.config, self.engine), *self.data.describe()]))
         self.log.say(f"ready after {time.monotonic() - began:.0f} s")
         for phase in self.phases[self.phases.index(self._phase()) :]:
             if self.progress.step == 0:
                 self._begin(phase)
-            if random_state is not None:  # last of all: building the models has drawn from the generators
+            if random_state is not None:  # last, since building the models uses the generators
                 restore_random_state(random_state)
                 random_state = None
             self.log.phase(phase.name, phase.steps, self.progress.step)
@@ -148,11 +148,11 @@ class _Run:
         return True
 
     def finish(self, seconds: float) -> None:
-        """The last evaluation, the last checkpoint, and the picture of the curves."""
+        """Evaluate, save the last checkpoint, and draw the curves."""
         if self.config.evaluation is not None:
             if self.after is None:
                 self.after = self._evaluate().reward
-            before = "" if self.before is None else f"{self._started}: {self.before:.3f}, "  # a run may begin without
+            before = "" if self.before is None else f"{self._started}: {self.before:.3f}, "  # a run may start without
             self.log.say(f"held-out reward {before}after {self.config.objective}: {self.after:.3f}")
         if self.rows:
             self._save()
@@ -161,7 +161,7 @@ class _Run:
         self.log.say(f"{seconds:.0f} s; wrote {', '.join(files)} in {self.folder}")
 
     def _open_log(self, notes: list[str]) -> RunLog:
-        """The run's log, with the rows up to the checkpoint that it continues from; `notes` get what is new in the config."""
+        """Open the run's log with the rows up to the resumed checkpoint; `notes` get changes of the config."""
         first = dist.get_rank() == 0
         config, run = as_mapping(self.config), self.config.run
         after = None if self.starts_over else self._done()
@@ -171,7 +171,7 @@ class _Run:
         return log
 
     def _draw(self) -> bool:
-        """Draw the curves of the rows so far; False where there is nothing to draw or to draw with."""
+        """Draw the curves of the rows so far; False without data or matplotlib."""
         began = time.monotonic()
         rows = read_metrics(self.folder / "metrics.jsonl")
         drawn = draw_curves(rows, self.picture, self.folder.name, self.before)
@@ -179,7 +179,7 @@ class _Run:
         return drawn
 
     def _load_start(self) -> Mapping[str, object] | None:
-        """Loads the checkpoint to continue from, or first weights; returns random states written in the same layout."""
+        """Load the checkpoint to resume, or first weights; return random states of the same layout."""
         config, engine = self.config, self.engine
         if self.latest is None:
             if config.run.init_from is not None:
@@ -198,12 +198,12 @@ class _Run:
         return random_state
 
     def _enter(self, phase: Phase) -> None:
-        """Builds a phase's models and optimizers; the optimizer of the one before goes first: a card may not hold both."""
+        """Build a phase's models and optimizers, after freeing the previous optimizer."""
         vars(self).pop("session", None)
         self.session = phase.enter(self.engine, self.tokenizer, self.data)
 
     def _begin(self, phase: Phase) -> None:
-        """Enters a phase at its first step; before the main one evaluates, and saves a checkpoint to restart from."""
+        """Enter a phase at its first step; before the main one evaluate and save a checkpoint."""
         tick(f"entering the {phase.name} phase")
         self._enter(phase)
         if not phase.is_main:
@@ -222,7 +222,7 @@ class _Run:
             session = replace(session, policy=replace(session.policy, dump=self.dump))
         try:
             metrics = phase.run(session, self.progress)
-        except Unavailable as error:  # servers are asked before the step's first update: all is as the last one left it
+        except Unavailable as error:  # requests come before the first update: the state is that of the last step
             self._boundary()
             self.stop = self.stop or f"a server that is away ({error})"
             return
@@ -237,7 +237,7 @@ class _Run:
         row = {**metrics, "seconds": seconds, "tokens_per_second": metrics["tokens"] / seconds}
         self.rows.append({"phase": phase.name, "step": step, **row})
         what = f"the row of {phase.name} step {step} could not be written in {self.folder}"
-        self._boundary(lambda: self.log.step(phase.name, step, row), what)  # before a checkpoint that counts on the row
+        self._boundary(lambda: self.log.step(phase.name, step, row), what)  # before a checkpoint that relies on the row
         if self.log.active and time.monotonic() >= self.next_drawing:
             with contextlib.suppress(OSError):  # the last one must succeed
                 self._draw()
@@ -246,7 +246,7 @@ class _Run:
             self._save()
 
     def _boundary(self, write: Callable[[], None] = lambda: None, what: str = "") -> None:
-        """Runs `write`, which may fail on one rank, and learns whether it failed or a stop was asked for on another."""
+        """Call `write`, and agree over ranks on its failure or on a requested stop."""
         failure: Exception | None = None
         try:
             write()
@@ -258,7 +258,7 @@ class _Run:
         self.stop = boundary.stop
 
     def _halt(self, cause: str, phase: Phase) -> None:
-        """Save everything such that the same command goes on from here."""
+        """Save, so that the same command resumes here."""
         preemption.ignore_signals()
         if self.rows and (self.saved is None or self.saved[1] != self.progress):
             self._save()
@@ -267,7 +267,7 @@ class _Run:
         text = (
             f"stopped by {cause} after {phase.name} step {self.progress.step} of {phase.steps}; the same command{then}"
         )
-        # the other ranks see it when the marker is there
+        # the other ranks look for the marker
         why = "the marker REQUEUE could not be written; all is saved"
         on_first_rank(lambda: preemption.ask_for_restart(text), why)
         self.log.say(text)
@@ -283,14 +283,14 @@ class _Run:
         self.saved = path, self.progress
 
     def _contents(self) -> Contents:
-        """The contents of a checkpoint now: at the start of a phase only weights, since all else follows from them."""
+        """Collect a checkpoint's contents; at the start of a phase only weights, which determine the rest."""
         return session_contents(self.session) if self.progress.step else Contents(self.engine)
 
     def _phase(self) -> Phase:
         return next(phase for phase in self.phases if phase.name == self.progress.phase)
 
     def _done(self) -> dict[str, int]:
-        """Steps done in each phase so far."""
+        """Map phases to steps done."""
         before = self.phases[: self.phases.index(self._phase())]
         return {**{phase.name: phase.steps for phase in before}, self.progress.phase: self.progress.step}
 
@@ -299,7 +299,6 @@ class _Run:
 
     @property
     def _started(self) -> str:
-        """Words for when the first evaluation was."""
         return "after the warm-up" if self.config.warmup else "before"
 
     def _evaluates_after(self, step: int, last: bool) -> bool:

@@ -1,7 +1,7 @@
 """One optimizer step's loss inside megatron-core's schedule: its pipeline, its loss callback, its data parallelism.
 
-The model is a table of logits, one row for each place of the batch: the first pipeline stage looks them up, each later one adds
-a bias, so that what the optimizer would see is the gradient of the logits themselves and can be compared place by place.
+The model is a table of logits, one row per place of the batch: the first stage looks them up, later ones add a bias. The
+optimizer's gradient is then that of the logits.
 """
 
 from __future__ import annotations
@@ -143,10 +143,7 @@ def _shared(whole: Tensor, batch: Batch, layout: Layout) -> Tensor:
 
 
 def _joined(layout: Layout, mine: Outcome, off: float) -> Outcome:
-    """Join the first stage's gradient with the last one's loss.
-
-    `off` is each stage's relative error of its parameter's gradient.
-    """
+    """Join the first stage's gradient with the last one's loss; `off` holds the stages' relative errors."""
     of_stages = [(mine, off)] * layout.pp
     if layout.pp > 1:
         dist.all_gather_object(of_stages, (mine, off), group=parallel_state.get_pipeline_model_parallel_group())

@@ -125,7 +125,6 @@ def _over_rows(
 
 
 def _sums_of_block(divergence: Divergence, z: Tensor, w: Tensor, rows: Tensor) -> Tensor:
-    """Compute this shard's part of Σ value and of Σ g, [T, 2]."""
     value, g = divergence.terms(*_log_probs(z, w, rows))
     return torch.stack([value.sum(1), g.sum(1)], 1)
 

@@ -59,7 +59,7 @@ class PolicyLoss(nn.Module):
         global_valid_toks: Count | None = None,
         context_parallel_group: ProcessGroup | None = None,
     ) -> Tensor:
-        """Return the loss, with the counts of the step this rank's share, from [B, A/cp]; mask None: all."""
+        """Return the loss, or with counts of the step the local loss, from [B, A/cp]; mask None: all."""
         mask = action_mask if entropy_mask is None else entropy_mask
         step = Step(global_valid_seqs, global_valid_toks, context_parallel_group)
         fields = {"prev_logprobs": old_log_probs, "advantages": advantages}
@@ -87,7 +87,7 @@ class ValueLoss(nn.Module):
         global_valid_toks: Count | None = None,
         context_parallel_group: ProcessGroup | None = None,
     ) -> Tensor:
-        """Return the loss, with the counts of the step this rank's share, from [B, A/cp]; mask None: all."""
+        """Return the loss, or with counts of the step the local loss, from [B, A/cp]; mask None: all."""
         step = Step(global_valid_seqs, global_valid_toks, context_parallel_group)
         batch = dense_batch(values, action_mask, {"old": old_values, "returns": returns}, step)
         error = squared_error(batch.logprobs, batch["returns"])
@@ -116,7 +116,7 @@ class HPSLoss(nn.Module):
         global_valid_seqs: Count | None = None,
         context_parallel_group: ProcessGroup | None = None,
     ) -> Tensor:
-        """Return the loss; with `global_valid_seqs` (both rows of each pair count) this rank's share."""
+        """Return the loss; with `global_valid_seqs` (both rows of each pair count) the local loss."""
         if chosen_reward.dim() == 1:
             chosen_reward, reject_reward = chosen_reward[:, None], reject_reward[:, None]
         scores = torch.cat([chosen_reward, reject_reward], -1)

@@ -68,13 +68,7 @@ class DistillationLossFn(LossFunction):
         teacher_topk_logprobs: Tensor | None = None,
         H_all: Tensor | None = None,
     ) -> Result:
-        """Return the loss and its metrics.
-
-        Args:
-            next_token_logits, ...: the documented call, as for `LogProbLoss`.
-            student_topk_logprobs, teacher_topk_logprobs: [B, S − 1, K] in the present call; H_all: [B, S − 1], the student's
-                Σ p·log p over the vocabulary, for zero_outside_topk.
-        """
+        """Return the loss and its metrics; H_all [B, S − 1] is the student's Σ p·log p."""
         if data is None or (next_token_logits is None) == (student_topk_logprobs is None):
             raise ValueError("give data, and either next_token_logits or student_topk_logprobs")
         if ("token_mask" in data) != ("sample_mask" in data):
@@ -135,11 +129,7 @@ class DraftCrossEntropyLossFn(LossFunction):
         global_valid_seqs: Count | None,
         global_valid_toks: Count,
     ) -> Tensor:
-        """Return the loss, without metrics as in the origin.
-
-        Args:
-            teacher_logits, student_logits: [B, S, V/tp], of the same positions. token_mask: [B, S]. data: sample_mask.
-        """
+        """Return the loss, without metrics as in the origin, from logits [B, S, V/tp]."""
         mask = (token_mask != 0) & (data["sample_mask"] != 0)[:, None]
         flat, teacher = student_logits.flatten(0, -2), teacher_logits.detach().flatten(0, -2)
         shard = VocabShard.of(flat.shape[-1], self.vocab_parallel_group)
@@ -166,11 +156,7 @@ class MseValueLossFn(LossFunction):
         self.value_loss = ValueLossFn({"cliprange": clip, "head_position": "token"})
 
     def __call__(self, logits: Tensor, data: Data, global_valid_seqs: Count | None, global_valid_toks: Count) -> Result:
-        """Return the loss and its metrics.
-
-        Args:
-            logits: [B, S] or [B, S, 1] values. data: returns [B, S], with cliprange values [B, S]; masks.
-        """
+        """Return the loss and its metrics from values [B, S] or [B, S, 1]."""
         data = checked(data)
         values = logits.squeeze(-1) if logits.dim() > 2 else logits
         names = self.value_loss.requirements.names

@@ -63,11 +63,7 @@ class SequencePackingLossWrapper:
         vocab_parallel_group: ProcessGroup | None = None,
         context_parallel_group: ProcessGroup | None = None,
     ) -> Result:
-        """Return the loss and its metrics.
-
-        Raises:
-            ValueError: bounds that do not fit; without prepare_fn a loss that reads neither log-probs nor a teacher's top-k.
-        """
+        """Return the loss and its metrics; ValueError for bounds that do not fit."""
         given = vocab_parallel_rank, vocab_parallel_group, context_parallel_group
         groups = self.groups if given == (None, None, None) else given
         counts = global_valid_seqs, global_valid_toks

@@ -77,12 +77,7 @@ class NLLLoss(NLLLossFn):
         *,
         next_token_logprobs: Tensor | None = None,
     ) -> Result:
-        """Return the loss and its metrics, see `LogProbLoss`.
-
-        Args:
-            dpo_loss: return each row's NLL [B] instead of the mean, also in the metrics; undivided, or with
-                dpo_average_log_probs divided by the row's valid tokens.
-        """
+        """Return the loss and its metrics; with dpo_loss each row's NLL [B], perhaps per valid token."""
         data = checked(data)
         groups = vocab_parallel_rank, vocab_parallel_group, context_parallel_group
         logprobs = self.logprobs(next_token_logits, next_token_logprobs, data, groups)
@@ -131,11 +126,7 @@ class PreferenceLoss(_PairLoss):
     def __call__(
         self, rewards: Tensor, data: Data, global_valid_seqs: Count, global_valid_toks: Count | None = None
     ) -> Result:
-        """Return the loss, a mean over the step's global_valid_seqs / 2 pairs, and its metrics.
-
-        Args:
-            rewards: [2P] or [2P, 1], chosen even and rejected odd. data: sample_mask [2P].
-        """
+        """Return the mean loss of global_valid_seqs / 2 pairs, and metrics, from rewards [2P] or [2P, 1]."""
         if "sample_mask" not in data:
             raise ValueError("data lacks the field 'sample_mask'")
         rewards = rewards.squeeze(-1)
@@ -151,7 +142,6 @@ class PreferenceLossFn(PreferenceLoss):
     def __call__(
         self, logits: Tensor, data: Data, global_valid_seqs: Count, global_valid_toks: Count | None = None
     ) -> Result:
-        """Return the loss and its metrics, see `PreferenceLoss`."""
         return super().__call__(logits, data, global_valid_seqs, global_valid_toks)
 
 

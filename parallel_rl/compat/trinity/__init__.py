@@ -1,9 +1,7 @@
 """Trinity-RFT's policy losses (0.6.0): its names, constructor arguments, `default_args`, `select_keys`, and metrics.
 
-`POLICY_LOSS_FN` maps its configs' names to the classes. Its trainer overrides a loss's loss_agg_mode by the global
-`algorithm.loss_agg_mode`, token-mean by default (Q35), and since 0.6 its losses are means over each micro-batch, so that
-gradients grow with the number of micro-batches (Q31); here the class's arguments hold, and with the counts of the whole step
-it returns the share that adds up.
+Its trainer overrides loss_agg_mode (Q35) and averages per micro-batch (Q31). Here the class's arguments hold, and counts of
+the whole step give the local loss that adds up.
 """
 
 from parallel_rl.compat.trinity.base import ALL_MAPPERS, KeyMapper, PolicyLossFn

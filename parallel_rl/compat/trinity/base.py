@@ -89,7 +89,7 @@ class PolicyLossFn(ABC):
 
     Returns:
         The loss and its metrics by the origin's names: a dict of floats; with the counts of the step or a context group a
-        `Metrics` of this rank's shares, for `reduce_metrics`.
+        `Metrics` of this rank's local losses, for `reduce_metrics`.
     """
 
     __call__: Callable[..., Result]

@@ -1,4 +1,4 @@
-"""How a loss runs, from the call to this rank's share. Read `loss` first, then `run`, which calls the files below.
+"""How a loss runs, from the call to the local loss. Read `loss` first, then `run`, which calls the files below.
 
     loss                     what a loss and a reader of the model's output are
     base                     `LossFn`, a loss that can be called

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class LossFn(Loss[ConfigT], LossFunction):
-    """Loss on vocab-parallel logits; a call returns this rank's share.
+    """Loss on vocab-parallel logits; a call returns the local loss.
 
         loss, metrics = loss_fn(next_token_logits, data, global_valid_seqs, global_valid_toks,
                                 vocab_parallel_rank, vocab_parallel_group, context_parallel_group)
@@ -96,7 +96,7 @@ class LossFn(Loss[ConfigT], LossFunction):
         entropy: Values | None = None,
         statistics: Statistics | None = None,
     ) -> tuple[Tensor, Metrics]:
-        """Compute this rank's share and metrics from the tokens' log-probs instead of logits.
+        """Compute the local loss and metrics from the tokens' log-probs instead of logits.
 
         >>> import torch
         >>> from parallel_rl import NLLLoss

@@ -230,7 +230,7 @@ class TokenBatch:
         return self.local.layout.expand(per_sequence)
 
     def weighted_sum(self, x: Tensor, weights: Tensor) -> Tensor:
-        """Sum weight[sequence]·x over local valid tokens in float64: this rank's share.
+        """Sum weight[sequence]·x over local valid tokens in float64: this rank's part.
 
         Args:
             x: [T_local], or [K, T_local] for K sums. weights: [B], see `parallel_rl.counts.token_weights`.
@@ -238,7 +238,7 @@ class TokenBatch:
         return self.token_sum(x, self.expand(weights))
 
     def token_sum(self, x: Tensor, weights: Tensor) -> Tensor:
-        """Sum weight·x over local valid tokens in float64: this rank's share.
+        """Sum weight·x over local valid tokens in float64: this rank's part.
 
         Args:
             x: [T_local], or [K, T_local] for K sums. weights: [T_local]; the data's token weights multiply them.
@@ -255,7 +255,7 @@ class TokenBatch:
         return (torch.where(mask, x, 0).sum(dtype=torch.float64) / (count * self.local.layout.cp_size)).to(x.dtype)
 
     def token_mean(self, x: Tensor) -> Metric:
-        """Make a metric: the mean of [T_local] over the step's valid tokens; `value` is this rank's share."""
+        """Make a metric: the mean of [T_local] over the step's valid tokens; `value` is this rank's part."""
         wide = torch.promote_types(x.dtype, self.output.dtype)
         mean = self.local.masked(x.detach().to(wide)[None], wide).sum(-1, dtype=torch.float64)
         return Metric("share", (mean / self.counts.toks)[0], per=self.local.token_unit)

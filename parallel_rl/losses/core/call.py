@@ -39,7 +39,7 @@ class LossCall:
     Attributes:
         output: logits, an `LMHeadInput`, or a host's log-probs.
         data: empty with a host's log-probs, which hold their own.
-        observe: called with the batch, this rank's share and the metrics.
+        observe: called with the batch, the local loss and the metrics.
         tree: the prefix tree of the logits' row, if there is one.
         cut_length: S, if `torch.chunk` split the sequence of a DTensor over context ranks.
         may_wait: the host may wait for the device in the loss's first micro-batches, see `RecordedCheck`.
@@ -105,7 +105,7 @@ class LossFunction(ABC):
 
     @abstractmethod
     def run(self, call: LossCall) -> tuple[Tensor, Metrics]:
-        """Compute this rank's share of the loss and its metrics."""
+        """Compute this rank's local loss and its metrics."""
 
     @abstractmethod
     def count(
@@ -151,7 +151,7 @@ class LossFunction(ABC):
         *,
         statistics: Statistics | None = None,
     ) -> tuple[Tensor, Metrics]:
-        """Compute this rank's share of the loss and its metrics.
+        """Compute this rank's local loss and its metrics.
 
         Args:
             next_token_logits: [B, S/cp, V/tp]; packed (through `SequencePackingLossWrapper`) [1, T/cp, V/tp]. Or a DTensor

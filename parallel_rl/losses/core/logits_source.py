@@ -137,11 +137,7 @@ def kept_layout(
 
 
 def layout_of(call: LossCall, logits: Tensor, rows: int, width: int, cp_layout: CPLayout) -> SequenceLayout:
-    """Return the layout of logits [B, S/cp, V/tp], or packed [1, T/cp, V/tp], for data [rows, width].
-
-    Raises:
-        ValueError: a shape mismatch, or a number of sequences other than the data's rows.
-    """
+    """Return the layout of logits [B, S/cp, V/tp], or packed [1, T/cp, V/tp], for data [rows, width]."""
     if logits.dim() != 3:
         raise ValueError(
             f"next_token_logits must be [B, S/cp, V/tp] (packed: [1, T/cp, V/tp]), got {list(logits.shape)}"

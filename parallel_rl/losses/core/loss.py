@@ -179,11 +179,7 @@ class Loss(ABC, Generic[ConfigT]):
         return {}
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
-        """Continue from a `state_dict`.
-
-        Raises:
-            ValueError: a state that this loss does not have.
-        """
+        """Continue from a `state_dict`; ValueError for another loss's state."""
         if state:
             raise ValueError(f"{type(self).__name__} has no state, got {dict(state)}")
 

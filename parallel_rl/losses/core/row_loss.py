@@ -102,11 +102,7 @@ class RowLoss(LossFn[ConfigT]):
         """
 
     def check_rows(self, logits: Tensor, data: Mapping[str, Tensor], tensor_group: ProcessGroup | None) -> None:
-        """Check that fields fit the logits' vocabulary; a loss on a teacher's columns overrides it.
-
-        Raises:
-            ValueError: names what does not fit.
-        """
+        """Check that fields fit the logits' vocabulary, else ValueError; a loss on a teacher overrides it."""
 
     @property
     def reader(self) -> RowReader:

@@ -58,7 +58,7 @@ class Read(NamedTuple):
 
 
 def run(loss: Loss, call: LossCall) -> tuple[Tensor, Metrics]:
-    """Compute this rank's share of the loss, and its metrics."""
+    """Compute this rank's local loss, and its metrics."""
     loss, _, batch, carrier = read(loss, call)
     loss.recorded_check(batch, may_wait=call.may_wait)
     share, metrics = loss.compute(batch)

@@ -85,11 +85,7 @@ def export_tensors(model: Models) -> Iterator[tuple[str, Tensor]]:
 
 
 def held_parameters(model: Models) -> tuple[list[Held], dict[str, Source]]:
-    """List this rank's parameters (tied embeddings only on the first stage) and the model's sources.
-
-    Raises:
-        ValueError: a model of no Hugging Face family, or a parameter without a place there.
-    """
+    """List this rank's parameters and the model's sources; ValueError for a model of no HF family."""
     chunks = [unwrap(chunk) for chunk in ([model] if isinstance(model, torch.nn.Module) else model)]
     sources = table(describe_model(chunks[0]).architecture, scalar_head=chunks[0].scalar_head)
     per_rank = (chunks[0].config.num_moe_experts or 0) // parallel_state.get_expert_model_parallel_world_size()

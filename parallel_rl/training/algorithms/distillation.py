@@ -15,7 +15,7 @@ from parallel_rl.training.session import Session
 
 
 def distillation_step(session: Session, config: DistillationConfig, at: TrainProgress) -> StepMetrics:
-    """The next `batch_size` examples, or completions of the student's, with the teacher's distributions."""
+    """Train on the next examples, or on completions of the student, towards the teacher's distributions."""
     assert session.teacher is not None
     policy = session.policy
     if config.rows == "examples":

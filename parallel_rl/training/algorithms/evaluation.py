@@ -1,4 +1,4 @@
-"""Rewards of completions of the held-out prompts: their mean, and pass@k."""
+"""Mean reward and pass@k of completions of the held-out prompts."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from parallel_rl.training.session import Session
 
 @dataclass(frozen=True)
 class Evaluation:
-    """The mean reward of all completions, further metrics by name, and samples to look at, equal on every rank."""
+    """Mean reward of all completions, further metrics by name, and samples to show; equal on every rank."""
 
     reward: float
     metrics: Mapping[str, float]
@@ -33,23 +33,23 @@ class Evaluation:
 
 
 def evaluate(session: Session, config: EvaluationConfig, at: TrainProgress) -> Evaluation:
-    """Scores `samples` completions of each held-out prompt; the draws are the same ones every time.
+    """Score `samples` completions of each held-out prompt, with the same seeds every time.
 
-    They come from the servers where these have the trainer's weights (`server.update`), else from its own sampler. The reward
-    of a completion that cannot be scored is 0.
+    They come from the servers if these receive the trainer's weights (`server.update`), else from the trainer's sampler. A
+    completion that cannot be scored has reward 0.
 
     Raises:
-        ValueError: a server failed, or the reward of too many completions; on every rank.
+        ValueError: a server failed, or too many rewards failed; on every rank.
     """
     engine, prompts, samples = session.engine, session.data.held_out, config.samples
     count, groups = len(prompts) * samples, engine.groups
     mine = range(groups.dp_rank * count // groups.dp_size, (groups.dp_rank + 1) * count // groups.dp_size)
     size, most, rewards = ROWS_AT_A_TIME * groups.cp_size, -(-count // groups.dp_size), []
     shown: list[ShownSample] = []
-    sources: dict[int, str | None] = {}  # of this rank's prompts
+    sources: dict[int, str | None] = {}  # this rank's prompts
     if session.served is not None:
         session.served.bring(engine.config.policy_version(at.step))
-    for first in range(0, most, size):  # as often on every rank
+    for first in range(0, most, size):  # the same number of rounds on every rank
         ids = mine[first : first + size]
         chosen = raise_on_all_ranks(partial(_each, prompts, [index // samples for index in ids]))
         sources |= {index // samples: prompt.source for index, prompt in zip(ids, chosen, strict=True)}
@@ -58,7 +58,7 @@ def evaluate(session: Session, config: EvaluationConfig, at: TrainProgress) -> E
         shown += _shown(session, config, ids, chosen, completions, rewards[-1].nan_to_num(0.0))
     local = torch.cat(rewards)
     session.failures.count(len(local), {"reward": local.isnan()}, groups.data, engine.replica_groups)
-    failed = session.failures.metrics()["samples_failed/reward"]  # a step's counts begin at 0
+    failed = session.failures.metrics()["samples_failed/reward"]  # the counts of a step start at 0
     local = local.nan_to_num(0.0)
     own = torch.zeros(count, dtype=torch.float64)
     own[mine.start : mine.stop] = local
@@ -81,7 +81,7 @@ def _shown(
     completions: Sequence[Sequence[int]],
     rewards: Tensor,
 ) -> list[ShownSample]:
-    """The first completion of each of the first `show` prompts, as far as they are among these."""
+    """List the first completion of each of the first `show` prompts on this rank."""
     decode = session.tokenizer.decode
     return [
         ShownSample(index // config.samples + 1, prompt.text, decode(completion), answer_text(prompt.answer), reward)
@@ -92,7 +92,7 @@ def _shown(
 
 def _draw(session: Session, prompts: Sequence[Prompt], ids: Sequence[int]) -> list[list[int]]:
     engine, tokens = session.engine, [prompt.tokens for prompt in prompts]
-    seed = 2 * engine.config.run.seed + 1  # even seeds are training's
+    seed = 2 * engine.config.run.seed + 1  # even seeds are used in training
     if session.served is not None and session.served.updated:
         drawn, *_, fault = session.served.draw(tokens, ids, seed)
         session.failures.report_unread(fault)

@@ -1,4 +1,4 @@
-"""The phases of a run, an optional supervised warm-up and the main one, and the models that each works with."""
+"""The phases of a run: an optional supervised warm-up and the main one, with the models of each."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ Run = Callable[..., StepMetrics]  # (session, its section, where the run stands)
 class Phase:
     """`steps` calls of `run` with one loss and one optimizer, whose rate is scheduled over `updates`.
 
-    `takes` is how many records of each source a step takes. The main phase is last.
+    `takes` counts the records of each source in a step.
     """
 
     name: str
@@ -50,13 +50,13 @@ class Phase:
     is_main: bool
 
     def learner(self, engine: Engine) -> Learner:
-        """The policy's learner in this phase: its loss, fresh moments, master weights of the model's present ones."""
+        """Build the policy's learner of this phase: its loss, fresh moments, master weights."""
         samples = engine.config.rl is not None and self.is_main
         loss_fn = build_loss(engine, self.loss, engine.config.sampling if samples else None)
         return Learner.start(engine, loss_fn, self.optimizer, self.updates)
 
     def enter(self, engine: Engine, tokenizer: Tokenizer, data: Datasets) -> Session:
-        """The session at the start of this phase; in the main one reference and critic are copies of the present policy."""
+        """Start this phase; the main one copies the present policy as reference and critic."""
         session, config = Session(self.learner(engine), tokenizer, data), engine.config
         if not self.is_main:
             return session
@@ -81,7 +81,7 @@ class Phase:
 
 
 def phases(config: TrainConfig) -> list[Phase]:
-    """The phases of a run in their order."""
+    """List the phases of a run in order."""
     runs: list[tuple[str, Section | None, Run]] = [
         ("warmup", config.warmup, supervised_step),
         ("rl", config.rl, rl_step),
@@ -106,7 +106,7 @@ def phases(config: TrainConfig) -> list[Phase]:
 
 
 def check_dump(config: TrainConfig, step: int | None) -> None:
-    """Raises ValueError for the optimizer step to dump, by the number of those that the main phase's policy makes."""
+    """Raise ValueError if the main phase has no such optimizer step to dump."""
     if step is None:
         return
     main, critic = phases(config)[-1], None if config.rl is None else config.rl.critic
@@ -118,7 +118,7 @@ def check_dump(config: TrainConfig, step: int | None) -> None:
 
 
 def _takes(config: TrainConfig, section: Section) -> dict[str, int]:
-    """Dynamic sampling sets aside what its later rounds may need."""
+    """Count the records of a step, with those that later rounds of dynamic sampling may need."""
     if isinstance(section, PreferenceConfig):
         return {section.source: section.records}
     if isinstance(section, SupervisedConfig):

@@ -18,11 +18,11 @@ from parallel_rl.training.models.train_step import StepMetrics
 from parallel_rl.training.progress import TrainProgress
 from parallel_rl.training.session import Session
 
-_SHIFT = 0x4B4C  # a key of its own in the order's hash
+_SHIFT = 0x4B4C  # keys the order of mismatched answers
 
 
 def preference_step(session: Session, config: PreferenceConfig, at: TrainProgress) -> StepMetrics:
-    """The next `pairs` pairs or `answers` answers, each as the rows that its loss reads."""
+    """Train on the next `pairs` pairs or `answers` answers, as the rows that the loss reads."""
     policy, first = session.policy, at.next(config.source)
     if config.source == "answers":
         rows = _answer_rows(_answers(session, config, first), session)
@@ -30,14 +30,14 @@ def preference_step(session: Session, config: PreferenceConfig, at: TrainProgres
         rows = (_paired if config.rows == 2 else _labelled)(_pairs(session, first, config.records), session)
     rows, _ = policy.balance(rows, together=config.rows)
     if session.reference is not None:
-        # in the same micro-batches as the policy: as long as both are the same model, their log-probs are the same bits
+        # the policy's micro-batches: equal models then give bit-equal log-probs
         logprobs = policy.log_probs(rows, session.reference, together=config.rows)
         rows = rows.with_fields(reference_policy_logprobs=logprobs)
     return combine_updates([policy.update(policy.batches(rows, config.rows), at.step)])
 
 
 def _pairs(session: Session, first: int, count: int) -> list[tuple[Pair, Pair]]:
-    """This data rank's pairs, each with the one that follows it in the step (the first follows the last)."""
+    """List this data rank's pairs, each with its successor in the step (the last with the first)."""
     data = session.data
     mine = local_share(range(count), session.engine.groups)
     pairs = data.read(data.pairs, [first + place for place in mine])
@@ -46,9 +46,9 @@ def _pairs(session: Session, first: int, count: int) -> list[tuple[Pair, Pair]]:
 
 
 def _answers(session: Session, config: PreferenceConfig, first: int) -> list[tuple[Answer, Answer | None]]:
-    """This data rank's answers, each with the record whose answer its mismatched row takes.
+    """List this data rank's answers, each with the record whose answer its mismatched row takes.
 
-    That record stands a number of places further in the step, the first behind the last; (seed, place) choose the number.
+    (seed, place) choose how many places further in the step, modulo the step, that record is.
     """
     data, count = session.data, config.records
     mine = local_share(range(count), session.engine.groups)
@@ -66,7 +66,7 @@ def _paired(pairs: Sequence[tuple[Pair, Pair]], session: Session) -> Samples:
 
 
 def _labelled(pairs: Sequence[tuple[Pair, Pair]], session: Session) -> Samples:
-    """(chosen, +1), (rejected, −1) and the mismatched row (prompt, chosen of the next pair, cut to fit; 0) of each pair."""
+    """Make rows (chosen, +1), (rejected, −1) and the mismatched (prompt, next chosen; 0) of each pair."""
     prompts = [pair.prompt for pair, _ in pairs for _ in range(3)]
     limit = session.data.limit
     targets = [
@@ -79,7 +79,7 @@ def _labelled(pairs: Sequence[tuple[Pair, Pair]], session: Session) -> Samples:
 
 
 def _answer_rows(answers: Sequence[tuple[Answer, Answer | None]], session: Session) -> Samples:
-    """(answer, ±1) of each record, and its mismatched row (prompt, the other record's answer, cut to fit; 0)."""
+    """Make the row (answer, ±1) of each record, and the mismatched (prompt, other answer; 0)."""
     limit = session.data.limit
     rows = [
         row

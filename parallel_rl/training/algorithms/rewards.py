@@ -19,10 +19,10 @@ from parallel_rl.training.session import Session
 
 
 def completion_rewards(session: Session, prompts: Sequence[Prompt], completions: Sequence[Sequence[int]]) -> Tensor:
-    """[N] float64 rewards of one completion of each prompt; every rank calls it, N may be 0.
+    """Score one completion of each prompt, [N] float64; every rank calls it, N may be 0.
 
-    A sample that fails `session.failures.config.retries` times again has NaN; its message goes to `session.failures`.
-    While servers are asked, ranks look at each other, so that no collective runs into its timeout; Python has the main thread.
+    A sample that still fails after `session.failures.config.retries` retries is NaN, and its message goes to
+    `session.failures`. Ranks poll each other while servers work, so no collective times out.
 
     Raises:
         ValueError, RuntimeError: the reward function failed on some rank; on all ranks. Unavailable: its server is away.

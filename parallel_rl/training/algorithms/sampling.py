@@ -1,4 +1,4 @@
-"""Answers of a checkpoint's policy to prompts that someone types."""
+"""Answers of a checkpoint's policy to prompts from the command line."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ def sample_prompts(
     seed: int,
     greedy: bool,
 ) -> list[list[str]]:
-    """`samples` answers to each prompt, on every rank; any layout draws the same ones.
+    """Sample `samples` answers to each prompt, on every rank and alike for any layout.
 
     Args:
         config: of the run that wrote the checkpoint, on the layout to sample with.
-        prompts: texts of a user; before them comes the run's system text.
-        greedy: the likeliest token each time.
+        prompts: user texts; the run's system text precedes them.
+        greedy: take the most likely token each time.
 
     Raises:
-        ValueError: no checkpoint there, a damaged one, one of another model, a model without logits, a prompt that cannot be
-            written or has no room; on all ranks.
+        ValueError: no checkpoint, a damaged one or one of another model; a model without logits; a prompt that cannot be
+            encoded or has no room; on all ranks.
     """
     start_world(config)
     tokenizer = raise_on_all_ranks(config.tokenizer.build)

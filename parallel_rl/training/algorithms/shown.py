@@ -1,4 +1,4 @@
-"""Samples of an evaluation as a reader sees them."""
+"""Samples of an evaluation as text."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from parallel_rl.config.shown import printable
 
-_MOST = 4000  # characters of one text
+_MOST = 4000  # characters of a text
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class ShownSample:
 
 
 def shown_text(samples: Sequence[ShownSample]) -> str:
-    """The samples as lines: each one's reward, prompt, completion and expected answer.
+    """Format reward, prompt, completion and expected answer of each sample.
 
     >>> print(shown_text([ShownSample(1, "1+1=", "3", "2", 0.0)]))
     held-out prompt 1, reward 0.000

@@ -1,4 +1,4 @@
-"""One supervised step: the warm-up, supervised fine-tuning itself, or a process reward model's."""
+"""One supervised step: warm-up, supervised fine-tuning, or a process reward model."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from parallel_rl.training.session import Session
 
 
 def supervised_step(session: Session, config: SupervisedConfig, at: TrainProgress) -> StepMetrics:
-    """The next `batch_size` examples or solutions."""
+    """Train on the next `batch_size` examples or solutions."""
     policy, first = session.policy, at.next(config.source)
     if config.source == "solutions":
         rows = _solution_rows(session, config, first)
@@ -27,7 +27,7 @@ def supervised_step(session: Session, config: SupervisedConfig, at: TrainProgres
 
 
 def example_rows(session: Session, first: int, count: int) -> Samples:
-    """This data rank's share of the next `count` demonstrations."""
+    """Read this data rank's part of the next `count` demonstrations."""
     mine = local_share(range(first, first + count), session.engine.groups)
     examples = session.data.read(session.data.examples, mine)
     rows = target_rows([example.prompt for example in examples], [example.target for example in examples])
@@ -36,11 +36,11 @@ def example_rows(session: Session, first: int, count: int) -> Samples:
 
 
 def _solution_rows(session: Session, config: SupervisedConfig, first: int) -> Samples:
-    """This data rank's share of the next solutions, with the label of each step at its last token."""
+    """Read this data rank's part of the next solutions, with each step's label at its last token."""
     mine = local_share(range(first, first + config.batch_size), session.engine.groups)
     solutions = session.data.read(session.data.solutions, mine)
     rows = target_rows([solution.prompt for solution in solutions], [solution.target for solution in solutions])
-    # a solution that was cut has lost its last steps
+    # a truncated solution has lost its last steps
     kept = rows.token_mask.sum(1).tolist()
     labels = [label for solution, steps in zip(solutions, kept, strict=True) for label in solution.labels[:steps]]
     values, options = torch.tensor(labels, dtype=session.engine.float_dtype), config.loss.options

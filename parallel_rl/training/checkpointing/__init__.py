@@ -1,4 +1,1 @@
-"""Checkpoints: what is in one, how it is written whole, verified, found again and removed.
-
-Which moments of a run are saved is the trainer's decision.
-"""
+"""Checkpoints: contents, atomic writes, verification, recovery and removal; the trainer decides when to save."""

@@ -1,4 +1,4 @@
-"""Checkpoints through megatron's dist_checkpointing: one is either whole or not there, and is read only as it was written."""
+"""Save and load checkpoints through megatron's dist_checkpointing; a checkpoint is whole or absent."""
 
 from __future__ import annotations
 
@@ -53,10 +53,10 @@ Controllers = Mapping[str, "Controller[int] | Controller[float]"]
 
 
 class Stateful(Protocol):
-    """Per-data-rank state, held in host tensors: rollouts in flight, a stream.
+    """Per-data-rank state in host tensors: rollouts in flight, a stream.
 
-    The ranks of one data rank hold the same. `load_state_dict` is given, on every rank, the states of all data ranks of the run
-    that was saved, in their order; there may be more or fewer of them than data ranks now.
+    The ranks of one data rank hold the same. On every rank `load_state_dict` gets the saved states of all data ranks in order;
+    their number may differ from the present one.
     """
 
     def state_dict(self) -> Mapping[str, Tensor]: ...
@@ -66,13 +66,13 @@ class Stateful(Protocol):
 
 @dataclass(frozen=True)
 class Contents:
-    """The parts of a run that a checkpoint holds beside the random states; None where the run has none.
+    """The parts of a run in a checkpoint; None if the run has none.
 
     Attributes:
-        engine: the trained model. optimizer: its moments.
+        engine, optimizer: the trained model and its moments.
         reference: the frozen policy that the main phase began with.
         critic, critic_optimizer: the value function.
-        controllers, extra: by names of their own.
+        controllers, extra: states by name.
     """
 
     engine: Engine
@@ -85,27 +85,24 @@ class Contents:
 
     @property
     def models(self) -> list[str]:
-        """The names of the parts that are sharded tensors."""
+        """Return the parts that are sharded tensors, by name."""
         names = ("optimizer", "reference", "critic", "critic_optimizer")
         return ["model", *(name for name in names if getattr(self, name) is not None)]
 
 
 def save(folder: Path, number: int, contents: Contents, metadata: CheckpointMetadata, keep: Retention) -> Path:
-    """Writes `folder/step_<number>`, then removes what `keep` does not hold.
+    """Write `folder/step_<number>` atomically, then remove checkpoints that `keep` does not hold.
 
-    Everything goes into a hidden folder first, is brought to the disk with a manifest of every file's checksum, and is renamed
-    when every rank is done: a reader never sees a part of it, and a kill at any moment leaves the one before.
+    The files go into a hidden folder, are synced with a manifest of their checksums, and are renamed when every rank is done.
+    A kill at any moment leaves the previous checkpoint.
 
     Args:
-        folder: of the run's checkpoints.
         number: steps done in all phases.
-        contents: what is written.
         metadata: of the checkpoint; layout and parts are filled in.
-        keep: which checkpoints stay.
 
     Raises:
-        RuntimeError: it could not be written, or an old one not be removed; on all ranks, with the rank and the cause. What was
-            there before is untouched.
+        RuntimeError: on all ranks, with the failed rank and the cause: the write or a removal failed. Earlier checkpoints are
+            untouched.
     """
     final = storage.path_of(folder, number)
     failed = f"the checkpoint {final} could not be written, those before it are untouched"
@@ -133,13 +130,10 @@ def save(folder: Path, number: int, contents: Contents, metadata: CheckpointMeta
 
 
 def load(path: Path, contents: Contents, metadata: CheckpointMetadata) -> Mapping[str, object] | None:
-    """Fills `contents` from a checkpoint of any layout, whose files were verified.
+    """Fill `contents` from a verified checkpoint of any layout.
 
-    Returns:
-        this rank's random states, or None where the layout has changed.
-
-    Raises:
-        ValueError: it lacks a part, or does not fit this run; on all ranks.
+    Returns this rank's random states, or None if the layout has changed. ValueError on all ranks if a part is missing or
+    does not fit.
     """
     for name in (*contents.models, *(f"controllers.{name}" for name in contents.controllers)):
         if name not in metadata.parts:
@@ -172,8 +166,9 @@ def load(path: Path, contents: Contents, metadata: CheckpointMetadata) -> Mappin
 def load_weights(
     path: Path, model: torch.nn.Module, check: Callable[[Path, CheckpointMetadata], None], *, scalar_head: bool = False
 ) -> None:
-    """Fills a model from the trained model of a checkpoint, after a look at its every file; a scalar head from a policy's
-    checkpoint keeps its own head.
+    """Fill a model from a checkpoint's trained model, after verifying every file.
+
+    A scalar head keeps its values if the checkpoint is a policy's.
 
     Raises:
         ValueError: no checkpoint there, a damaged one, or one of another model; on all ranks.
@@ -191,11 +186,10 @@ def load_weights(
 
 
 def fill_weights(model: torch.nn.Module, state: State, *, whole: bool = True) -> None:
-    """Takes up the weights of a state, and no `_extra_state`: Transformer Engine unpickles one, which could run code, and
-    without FP8 there is nothing in it.
+    """Load the weights of a state without `_extra_state`, which Transformer Engine would unpickle.
 
     Raises:
-        ValueError: `whole`, and weights that the state lacks or the model does not have.
+        ValueError: `whole`, and weights that the state or the model lacks.
     """
     engine = "_extra_state"
     missing, unknown = model.load_state_dict({name: x for name, x in state.items() if engine not in name}, strict=False)
@@ -205,13 +199,13 @@ def fill_weights(model: torch.nn.Module, state: State, *, whole: bool = True) ->
 
 
 def _seal(partial: Path, failed: str) -> Mapping[str, FileEntry]:
-    """Bring every file to the disk, by the rank that wrote it, and return all entries."""
+    """Sync every file, by the rank that wrote it, and return all manifest entries."""
     names = on_first_rank(lambda: sorted(path.name for path in partial.iterdir()), failed)
     rank, ranks = dist.get_rank(), dist.get_world_size()
 
     def seal() -> Mapping[str, FileEntry]:
         there = [path.name for path in partial.iterdir() if files.written_by(path.name, ranks) == rank]
-        if unseen := sorted({*there} - {*names}):  # Megatron's writer makes a folder that is not there
+        if unseen := sorted({*there} - {*names}):  # Megatron's writer would create the missing folder
             raise OSError(f"{unseen[0]}, which it wrote on {socket.gethostname()}, is not there for rank 0")
         mine = [name for name in names if files.written_by(name, ranks) == rank]
         return {name: files.checksum(partial / name, sync=True) for name in mine}
@@ -262,7 +256,7 @@ def _state(contents: Contents, *, loading: bool) -> State:
 
 
 def _extra(contents: Contents) -> dict[str, ShardedObject]:
-    """The state of each data rank, from the first of its tensor, context and pipeline ranks."""
+    """Gather the state of each data rank from its first tensor, context and pipeline rank."""
     groups = contents.engine.groups
     replica = (parallel_state.get_pipeline_model_parallel_rank(), groups.tp_rank, groups.cp_rank)
     return {
@@ -282,7 +276,6 @@ def _layout(engine: Engine) -> dict[str, int]:
 
 
 def _prefixed(model: GPTModel, prefix: str) -> State:
-    """Sharded weights under a name of their own among all weights of the checkpoint."""
     state: State = model.sharded_state_dict()
     add_prefix_for_sharding(state, prefix)
     return state

@@ -1,4 +1,4 @@
-"""The contents of the trainer's checkpoints, and the metadata that says whether a run may continue from one."""
+"""Contents and metadata of the trainer's checkpoints, and whether a run may continue from one."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _TOKENIZER = "tokenizer."
 
 
 def session_contents(session: Session) -> Contents:
-    """Everything that a checkpoint in the middle of a phase holds."""
+    """Collect the contents of a checkpoint in the middle of a phase."""
     critic = session.critic
     losses = {"loss": session.policy.loss_fn, "critic_loss": None if critic is None else critic.loss_fn}
     scheduled: Controllers = {name: one for name, one in losses.items() if one is not None and one.state_dict()}
@@ -39,14 +39,14 @@ def session_contents(session: Session) -> Contents:
 def checkpoint_metadata(
     config: TrainConfig, progress: TrainProgress, values: Mapping[str, float | int | str]
 ) -> CheckpointMetadata:
-    """The metadata of a checkpoint of this run; `save` fills in layout and parts."""
+    """Make the metadata of a checkpoint of this run; `save` fills in layout and parts."""
     return CheckpointMetadata(progress, values, _identity(config), {}, ())
 
 
 def same_run(config: TrainConfig, phases: Mapping[str, int]) -> Callable[[Path, CheckpointMetadata], None]:
-    """A check that a run may continue from a checkpoint: same model, objective, precision and steps of the phases before.
+    """Make a check that a run may continue from a checkpoint.
 
-    `phases` are the run's, each with its steps, in order.
+    Model, objective, precision and the steps of earlier `phases` must be the same.
     """
     identity = _identity(config)
 
@@ -71,7 +71,7 @@ def same_run(config: TrainConfig, phases: Mapping[str, int]) -> Callable[[Path, 
 def same_weights(
     config: TrainConfig, key: str, *, scalar_head: bool = False
 ) -> Callable[[Path, CheckpointMetadata], None]:
-    """A check that a checkpoint's weights fit the model of a run; `key` of the config names it."""
+    """Make a check that a checkpoint's weights fit the model of a run; `key` of the config names it."""
     identity = _identity(config)
     names = [name for name in identity if name.startswith((_MODEL, _TOKENIZER))]
 
@@ -86,14 +86,14 @@ def same_weights(
 
 
 def _identity(config: TrainConfig) -> dict[str, Value]:
-    """The settings in which two runs must agree to share checkpoints, by the names of the config; defaults are written out."""
+    """Flatten the settings that two runs must share to exchange checkpoints; defaults are written out."""
     model = config.model
     return {
         "objective": config.objective,
         "scalar_head": config.scalar_head,
         "run.dtype": config.run.dtype,
         **config.tokenizer.identity,
-        # Transformer Engine's layers keep state of their own beside the weights
+        # Transformer Engine's layers have extra state
         "model.kind": "Transformer Engine"
         if has_transformer_engine(DTYPES[config.run.dtype])
         else "Megatron's local layers",

@@ -1,4 +1,4 @@
-"""A checkpoint of a run as a Hugging Face folder."""
+"""Export a checkpoint as a Hugging Face folder."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from parallel_rl.training.models.engine import build_frozen, start_world
 
 
 def export_checkpoint(checkpoint: Path, out: Path, config: TrainConfig) -> None:
-    """Write the trained model of a checkpoint to `out`, with the tokenizer's files; on every rank of the world.
+    """Write a checkpoint's trained model and the tokenizer's files to `out`; every rank calls it.
 
     Args:
-        checkpoint: any of the run's, written on any layout.
-        out: a folder that is not there yet.
+        checkpoint: one of the run's, of any layout.
+        out: a new or empty folder.
         config: of the run, on the layout to export with.
 
     Raises:
-        ValueError: no checkpoint there, a damaged one, one of another model, a model that is none of Hugging Face's families,
-            or an `out` that holds something; on all ranks.
+        ValueError: no checkpoint, a damaged one or one of another model; a model of no Hugging Face family; `out` holds
+            files; on all ranks.
     """
     start_world(config)
     tokens = raise_on_all_ranks(config.tokenizer.build).vocabulary
     vocabulary = config.model.vocabulary(tokens)
     model = build_frozen(config, vocabulary)
-    raise_on_all_ranks(lambda: describe_model(model))  # before tensors are read
+    raise_on_all_ranks(lambda: describe_model(model))  # fails before tensors are read
     load_weights(
         checkpoint,
         model,
@@ -37,6 +37,6 @@ def export_checkpoint(checkpoint: Path, out: Path, config: TrainConfig) -> None:
     )
     ends = sorted(vocabulary.ends)
     entries: dict[str, object] = {"eos_token_id": ends if len(ends) > 1 else ends[0]}
-    if config.model.hf is None:  # what pads a batch here is no fact of a model that came from a folder
+    if config.model.hf is None:  # a model from a folder keeps its own padding token
         entries["pad_token_id"] = vocabulary.pad
     save_hf(model, out, companions=config.tokenizer.hf or config.model.hf, entries=entries)

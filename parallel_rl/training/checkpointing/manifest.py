@@ -1,4 +1,4 @@
-"""The manifest of a checkpoint: its run's progress, the model it is of, and the checksum of each of its files."""
+"""Manifest of a checkpoint: progress, model, layout, and the checksum of each file."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ from parallel_rl.training.progress import TrainProgress
 
 MANIFEST = "manifest.json"
 _FORMAT = 2
-_KEYS = {"progress": "position", "values": "facts"}  # as format 2 has them
+_KEYS = {"progress": "position", "values": "facts"}  # names in format 2
 _CHUNK = 1 << 22
 Value = float | int | str | bool | None
 
 
 class DamagedCheckpoint(ValueError):
-    """A checkpoint whose files are not what was written; the message names the file and the fault."""
+    """A checkpoint whose files differ from what was written; the message names the file and the fault."""
 
 
 @dataclass(frozen=True)
 class CheckpointMetadata:
-    """Everything known of a checkpoint without its tensors.
+    """Facts of a checkpoint besides its tensors.
 
     Attributes:
         progress: of its run.
-        values: numbers that the run continues with: fingerprints of its data, held-out rewards.
-        model: what a run must share with it, by the names of the config.
-        layout: the sizes of the parallel dimensions that wrote it: tensor, context, pipeline, data.
-        parts: what it holds: "model", "optimizer", "reference", ..., "controllers.<name>", "extra.<name>".
+        values: numbers to continue with: fingerprints of the data, held-out rewards.
+        model: settings that a run must share with it, by the names of the config.
+        layout: tensor, context, pipeline and data sizes of the run that wrote it.
+        parts: its contents: "model", "optimizer", "reference", ..., "controllers.<name>", "extra.<name>".
     """
 
     progress: TrainProgress
@@ -48,22 +48,20 @@ class CheckpointMetadata:
 
 @dataclass(frozen=True)
 class FileEntry:
-    """One file: its bytes, and their SHA-256."""
-
     size: int
     sha256: str
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """The metadata of a checkpoint, and each of its files by name."""
+    """Metadata of a checkpoint, and the entry of each file by name."""
 
     metadata: CheckpointMetadata
     files: Mapping[str, FileEntry]
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
-    """Writes `folder/manifest.json` and has it on the disk when this returns."""
+    """Write and sync `folder/manifest.json`."""
     record = {_KEYS.get(name, name): value for name, value in asdict(manifest.metadata).items()}
     content = {"format": _FORMAT, "record": record, "files": asdict(manifest)["files"]}
     body = json.dumps(content, sort_keys=True)
@@ -74,10 +72,10 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
 
 
 def read_manifest(path: Path) -> Manifest:
-    """The manifest of a checkpoint's folder.
+    """Read the manifest of a checkpoint's folder.
 
     Raises:
-        DamagedCheckpoint: no manifest there, one that is not what was written, or one that does not list what the folder holds.
+        DamagedCheckpoint: no valid manifest, or one that does not list the folder's files.
         ValueError: no folder there, or a manifest of another format.
     """
     if not path.is_dir():
@@ -135,16 +133,12 @@ def _all_of(kind: UnionType | type, *values: object) -> None:
 
 
 def _names(path: Path) -> set[str]:
-    """The files in a folder, except those that a network file system keeps of files that were removed while open."""
+    """List the files of a folder, without those that NFS keeps for open removed files."""
     return {entry.name for entry in os.scandir(path) if not entry.name.startswith(".nfs")}
 
 
 def checksum(path: Path, *, sync: bool = False) -> FileEntry:
-    """Reads a file through; `sync`: has it on the disk when this returns.
-
-    Raises:
-        OSError: it cannot be read.
-    """
+    """Return a file's SHA-256; `sync` also syncs it to the disk. OSError if it cannot be read."""
     digest, size, chunk = hashlib.sha256(), 0, bytearray(_CHUNK)
     with path.open("rb", buffering=0) as file:
         if sync:
@@ -156,7 +150,7 @@ def checksum(path: Path, *, sync: bool = False) -> FileEntry:
 
 
 def sync_folder(path: Path) -> None:
-    """Bring the names in a folder to the disk (`fsync`)."""
+    """Sync the names in a folder to the disk (`fsync`)."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -165,13 +159,13 @@ def sync_folder(path: Path) -> None:
 
 
 def written_by(name: str, ranks: int) -> int:
-    """The rank that wrote a file of a checkpoint: megatron names shards by it, the rest is the first one's."""
+    """Return the rank that wrote a file: megatron names shards by it, the first rank writes the rest."""
     stem = name.removeprefix("__").split("_")[0]
     return int(stem) % ranks if name.startswith("__") and stem.isdigit() else 0
 
 
 def fault(path: Path, entry: FileEntry, *, contents: bool = True) -> str | None:
-    """The fault of a file, or None; without `contents` only its size is checked, it is not read."""
+    """Return the fault of a file, or None; without `contents` only its size is checked."""
     try:
         size = path.stat().st_size
         if size != entry.size:
@@ -186,11 +180,7 @@ def fault(path: Path, entry: FileEntry, *, contents: bool = True) -> str | None:
 
 
 def verify_checksums(path: Path, manifest: Manifest) -> None:
-    """Reads every file of a checkpoint, each rank its share.
-
-    Raises:
-        DamagedCheckpoint: names the first file that is not as it was written, and the fault; on all ranks.
-    """
+    """Verify a checkpoint's files, each rank a part; DamagedCheckpoint on all ranks names a fault."""
     mine = share(manifest.files, dist.get_rank(), dist.get_world_size())
     parts = gather_results(lambda: [damage for name in mine if (damage := fault(path / name, manifest.files[name]))])
     if everywhere := sorted(damage for part in parts for damage in part):
@@ -199,7 +189,7 @@ def verify_checksums(path: Path, manifest: Manifest) -> None:
 
 
 def share(files: Mapping[str, FileEntry], rank: int, ranks: int) -> list[str]:
-    """The files that one of `ranks` ranks looks through: together they take all, each about as many bytes."""
+    """Choose the files that one of `ranks` ranks verifies: about as many bytes for each."""
     loads, mine = [0] * ranks, []
     for name in sorted(files, key=lambda name: (-files[name].size, name)):
         lightest = loads.index(min(loads))
@@ -210,7 +200,7 @@ def share(files: Mapping[str, FileEntry], rank: int, ranks: int) -> list[str]:
 
 
 def differing(saved: Mapping[str, Value], current: Mapping[str, Value], names: Iterable[str]) -> str | None:
-    """The first of the named values in which a checkpoint and a run differ, in words."""
+    """Describe the first value in which a checkpoint and a run differ."""
     for name in names:
         if name in saved and saved[name] != current[name]:
             return f"{name} is {saved[name]!r} there and {current[name]!r} in this run"

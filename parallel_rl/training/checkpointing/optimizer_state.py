@@ -1,4 +1,4 @@
-"""An optimizer's part of a checkpoint: one form, with Megatron's distributed optimizer or without, for any layout to read."""
+"""An optimizer's state in one format, readable on any layout, with the distributed optimizer or without."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _TORCH = (torch.optim.Adam, torch.optim.AdamW)
 
 @dataclass(frozen=True)
 class _Shard:
-    """A parameter, and what of it this data rank's optimizer steps: `main` holds the elements `span` (None: no element)."""
+    """A parameter and the elements `span` that this data rank's optimizer updates in `main` (None: none)."""
 
     parameter: Parameter
     main: Tensor | None
@@ -34,19 +34,19 @@ class _Shard:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The tensors that the optimizer has of it: a half-precision parameter has a master weight, too."""
+        """Return the names of the optimizer's tensors; a half-precision parameter has a master weight, too."""
         return _MOMENTS if self.parameter.dtype == torch.float32 else (*_MOMENTS, _MASTER)
 
 
 def optimizer_state(optimizer: MegatronOptimizer, model: State, *, loading: bool) -> State:
-    """The sharded moments and master weights of an optimizer, by the names of its parameters.
+    """Return the sharded moments and master weights of an optimizer, by parameter name.
 
-    Each data rank of a distributed optimizer holds pieces of parameters; they are put together on the first one, a parameter at
-    a time, in the host's memory. So the same file continues a run of another layout, with the distributed optimizer or without.
+    Pieces of a distributed optimizer are gathered on the first data rank, one parameter at a time, in host memory.
+    The file then resumes on any layout, with the distributed optimizer or without.
 
     Args:
         model: the sharded state of the optimizer's model.
-        loading: the values do not matter; nothing is communicated.
+        loading: values do not matter; nothing is communicated.
     """
     of_parameter: Mapping[int, Any] | None = None
     states: list[State] = []
@@ -58,24 +58,20 @@ def optimizer_state(optimizer: MegatronOptimizer, model: State, *, loading: bool
             states.append(_whole(part, of_parameter, loading))
         else:
             states.append(part.sharded_state_dict(model, is_loading=loading))
-    # expert parallelism gives experts an optimizer of their own; its tensors have the names that they have without
+    # experts' own optimizer under expert parallelism: its tensors keep their usual names
     return states[0] if len(states) == 1 else _numbered(states)
 
 
 @torch.no_grad()
 def fill_optimizer(optimizer: MegatronOptimizer, state: State) -> None:
-    """Takes up what `optimizer_state` asked for, after the model's own weights were loaded.
-
-    Raises:
-        ValueError: the checkpoint's groups of parameters are others.
-    """
+    """Load the state of `optimizer_state`, after the model's weights; ValueError if groups differ."""
     parts = _parts(optimizer)
     groups, step = _common(state)
     for number, part in enumerate(parts):
         saved: Any = state if len(parts) == 1 else state[number]  # type: ignore[index]
         inner = saved.get("optimizer", saved)
         own = part.optimizer.state_dict()["param_groups"]
-        # a fused Adam counts its steps in its groups, torch's in the state of each parameter
+        # a fused Adam counts steps in its groups, torch's in each parameter's state
         in_state, in_groups = _step_of(part.optimizer, step)
         inner["param_groups"] = [{**group, **_values_of(group, groups), **in_groups} for group in own]
         if not isinstance(part, DistributedOptimizer):
@@ -96,14 +92,14 @@ def fill_optimizer(optimizer: MegatronOptimizer, state: State) -> None:
 
 
 def _parts(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
-    """The optimizers that an optimizer is made of."""
+    """List the optimizers in a chained one."""
     return list(getattr(optimizer, "chained_optimizers", [optimizer]))
 
 
 def _common(state: Mapping[Any, Any]) -> tuple[list[Mapping[str, Any]], int | None]:
-    """The groups of parameters and the step of a checkpoint, whatever optimizers it was written from.
+    """Return the groups of parameters and the step of a checkpoint.
 
-    A fused Adam does not count the steps of a group that is empty on the rank that wrote: the step is the largest.
+    A fused Adam does not count the steps of a group without parameters on the writing rank, so the step is the largest.
     """
     groups: list[Mapping[str, Any]] = []
     steps = []
@@ -116,16 +112,16 @@ def _common(state: Mapping[Any, Any]) -> tuple[list[Mapping[str, Any]], int | No
 
 
 def _step_of(optimizer: torch.optim.Optimizer, step: int | None) -> tuple[Tensor | None, dict[str, int]]:
-    """The step as each parameter's state has it, and as the groups have it."""
+    """Return the step from the parameters' states, and from the groups."""
     if step is None:
         return None, {}
     return (torch.tensor(float(step)), {}) if isinstance(optimizer, _TORCH) else (None, {"step": step})
 
 
 def _values_of(group: Mapping[str, Any], saved: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
-    """A parameter group as a checkpoint has it; experts are in a group of their own under expert parallelism alone."""
+    """Return a parameter group as stored; experts have their own only under expert parallelism."""
     names = ("wd_mult", "lr_mult", "is_decoupled_lr")
-    # from 0.17 on the ends of schedules are among the identifiers: those of now
+    # from 0.17 on the identifiers include the ends of schedules
     present = ("params", "step", *param_group_identifier_keys)
     for other in saved:
         if all(group.get(name) == other.get(name) for name in names):
@@ -134,7 +130,7 @@ def _values_of(group: Mapping[str, Any], saved: Sequence[Mapping[str, Any]]) -> 
 
 
 def _shards(part: DistributedOptimizer) -> Iterator[_Shard]:
-    """Every parameter of the optimizer, in an order that the data ranks share."""
+    """List the optimizer's parameters in an order that the data ranks share."""
     for buffer in part.buffers:
         for parameter in buffer.param_index_map:
             main, span = None, slice(0, 0)
@@ -147,7 +143,7 @@ def _shards(part: DistributedOptimizer) -> Iterator[_Shard]:
 
 
 def _whole(part: DistributedOptimizer, of_parameter: Mapping[int, Any], loading: bool) -> State:
-    """The state dict of Megatron's other optimizers: {"state": ..., "param_groups": ...}."""
+    """Convert to the state dict of Megatron's other optimizers: {"state": ..., "param_groups": ...}."""
     tensors: list[State] = []
     for shard in _shards(part):
         about = of_parameter[id(shard.parameter)]
@@ -180,7 +176,7 @@ def _nested(part: DistributedOptimizer, state: State) -> State:
 
 @torch.no_grad()
 def _gathered(part: DistributedOptimizer, shard: _Shard, name: str, loading: bool) -> Tensor:
-    """One tensor of a parameter in its whole local shape, with values on the first data rank, which writes them."""
+    """Gather one tensor of a parameter in its local shape on the first data rank, which writes it."""
     shape = shard.parameter.shape
     if not loading:
         whole = torch.zeros(shape.numel(), dtype=torch.float32, device=shard.parameter.device)
@@ -189,4 +185,4 @@ def _gathered(part: DistributedOptimizer, shard: _Shard, name: str, loading: boo
         dist.reduce(whole, dist.get_global_rank(shard.group, 0), group=shard.group)
         if dist.get_rank(shard.group) == 0:
             return whole.view(shape).cpu()
-    return torch.empty(shape, dtype=torch.float32, device="cpu")  # memory that nobody writes to costs nothing
+    return torch.empty(shape, dtype=torch.float32, device="cpu")  # untouched memory is free

@@ -1,4 +1,4 @@
-"""The random states of this process: Python's, numpy's, torch's on host and device, and Megatron's own."""
+"""Random states of this process: Python, numpy, torch on host and device, Megatron."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
 
 def begin_random_state(seed: int, data_rank: int) -> None:
-    """Python's and numpy's, where a run begins: a reward function may draw from them.
+    """Seed Python and numpy at the start of a run, for reward functions.
 
-    Megatron begins torch's on the device that trains; beside a GPU the host's is begun here.
+    Megatron seeds torch on the training device; with a GPU, the host's generator is seeded here.
     """
     rank_seed = random.Random(f"{seed} {data_rank}").getrandbits(32)
     random.seed(rank_seed)
@@ -23,7 +23,6 @@ def begin_random_state(seed: int, data_rank: int) -> None:
 
 
 def random_state() -> Mapping[str, object]:
-    """Present states of all random generators."""
     kind, keys, place, has_gauss, gauss = np.random.get_state(legacy=True)
     return {
         "python": random.getstate(),
@@ -41,7 +40,7 @@ def random_state() -> Mapping[str, object]:
 
 
 def restore_random_state(state: Mapping[str, object]) -> None:
-    """Goes on from what `random_state` gave, on a machine of the same kind."""
+    """Restore a state of `random_state`, on a machine of the same kind."""
     python, numpy, host, device, megatron = (state[name] for name in ("python", "numpy", "torch", "cuda", "megatron"))
     assert isinstance(python, tuple) and isinstance(numpy, tuple) and isinstance(megatron, dict)
     assert isinstance(host, torch.Tensor)

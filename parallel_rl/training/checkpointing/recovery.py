@@ -1,4 +1,4 @@
-"""Finding the checkpoint to go on from: the newest whose every file is as it was written."""
+"""Find the newest intact checkpoint of a run."""
 
 from __future__ import annotations
 
@@ -18,17 +18,16 @@ from parallel_rl.training.checkpointing.manifest import (
 def newest_whole(
     folder: Path, check: Callable[[Path, CheckpointMetadata], None], say: Callable[[str], None]
 ) -> tuple[Path, CheckpointMetadata] | None:
-    """The newest checkpoint of a run whose every file is as it was written, or None where there is none at all.
+    """Return the newest checkpoint whose files are all intact, or None if the folder has none.
 
-    Newer ones that are not are set aside under another name. Every rank looks through its part of the files.
+    Newer damaged ones are renamed. Each rank verifies a part of the files.
 
     Args:
-        folder: of the run's checkpoints.
         check: refuses a checkpoint of another model by a ValueError.
-        say: gets a line for each file that was cleared up or set aside.
+        say: takes a line for each file that was removed or renamed.
 
     Raises:
-        ValueError: there are checkpoints, but none is whole (nothing is renamed then), or `check` refused the newest.
+        ValueError: no checkpoint is intact (nothing is renamed then), or `check` refused the newest.
     """
     unusable = f"the checkpoints in {folder} cannot be used"
     for text in on_first_rank(lambda: storage.clean_up(folder), unusable):

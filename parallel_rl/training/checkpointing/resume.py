@@ -25,11 +25,10 @@ _BEGUN_BY = ".begun_by"
 
 
 def check_sources(config: TrainConfig) -> None:
-    """Looks at the checkpoints and folders that the config names, alone and before any model is built: the model they are of,
-    and their files' sizes.
+    """Check model and file sizes of the checkpoints that the config names, without building a model.
 
     Raises:
-        ValueError: one that is not there, is damaged, is of another model, or would be removed by run.resume = 'never'.
+        ValueError: one is missing, damaged, of another model, or would be removed by run.resume = 'never'.
     """
     teacher = config.teacher if config.teacher is not None and is_hf(config.teacher) else None
     for key, folder, has_head in (("model.hf", config.model.hf, config.scalar_head), ("teacher", teacher, False)):
@@ -54,11 +53,9 @@ def check_sources(config: TrainConfig) -> None:
 
 
 def verify_sources(config: TrainConfig, *, begins: bool) -> None:
-    """Reads the checkpoints that the config names through, each rank its share of the files; where the run does not begin with
-    this start, run.init_from is of no use any more.
+    """Verify the checkpoints that the config names, each rank a part of the files.
 
-    Raises:
-        ValueError: one whose files are not what was written; on all ranks.
+    A resumed run does not read run.init_from. ValueError on all ranks for a damaged file.
     """
     for key, name, _ in _sources(config):
         if begins or key != "run.init_from":
@@ -72,16 +69,15 @@ def verify_sources(config: TrainConfig, *, begins: bool) -> None:
 def find_start(
     config: TrainConfig, phases: Mapping[str, int], data: Datasets, say: Callable[[str], None]
 ) -> tuple[bool, tuple[Path, CheckpointMetadata] | None]:
-    """Whether a run starts over, and the checkpoint that it continues from, if any; nothing is removed or written yet.
+    """Return whether a run starts over, and the checkpoint to resume from, if any; changes nothing.
 
     Args:
-        config: the run.
         phases: each with its steps, in order.
-        data: what it reads.
-        say: gets a line for each file that was cleared up or set aside, and one where no step is left.
+        data: the run's sources.
+        say: takes a line for each file that was removed or renamed, and one if no step is left.
 
     Raises:
-        ValueError: on all ranks: a checkpoint of another model or other data, none that is whole, rows that cannot be read.
+        ValueError: on all ranks: a checkpoint of another model or other data, no intact one, unreadable rows.
     """
     folder = Path(config.run.dir)
     on_first_rank(lambda: check_sources(config), "the checkpoints that the config names cannot be read")
@@ -103,13 +99,13 @@ def find_start(
 
 
 def nothing_left(config: TrainConfig, phases: Mapping[str, int]) -> str:
-    """Return why a run has no step left, from its newest whole checkpoint alone; "" if it has one, or starts over."""
+    """Return why the newest intact checkpoint leaves no step to run; "" if some are left."""
     if starts_over(config):
         return ""
     for path in reversed(storage.list_checkpoints(Path(config.run.dir) / "checkpoints")):
         try:
             return _done(path, read_manifest(path).metadata, phases)
-        except ValueError:  # the run takes the one before it
+        except ValueError:  # the run resumes from an older one
             continue
     return ""
 
@@ -121,17 +117,12 @@ def _done(path: Path, metadata: CheckpointMetadata, phases: Mapping[str, int]) -
 
 
 def check_room(config: TrainConfig, engine: Engine, goes: Sequence[str]) -> None:
-    """Refuses to start a run whose disk cannot take one checkpoint beside those that are there.
+    """Refuse to start if the disk has no room for one more checkpoint.
 
-    Args:
-        config, engine: the run.
-        goes: what in its folder will be removed before.
-
-    Raises:
-        ValueError: on all ranks; and where what would be removed holds something that no run made.
+    `goes` lists what will be removed from the run's folder before. ValueError on all ranks, also if that holds foreign files.
     """
     weight = DTYPES[config.run.dtype].itemsize
-    moments = 2 * max(4, weight) + (4 if weight < 4 else 0)  # and a master weight
+    moments = 2 * max(4, weight) + (4 if weight < 4 else 0)  # moments, and a master weight
     trained = 2 if config.rl is not None and config.rl.critic is not None else 1
     parameters = bytes_of({"model": engine.bare.sharded_state_dict()}, engine.device) // weight
     needed = parameters * (trained * (weight + moments) + (weight if config.needs_reference else 0))
@@ -155,8 +146,7 @@ def check_room(config: TrainConfig, engine: Engine, goes: Sequence[str]) -> None
 
 
 def starts_over(config: TrainConfig) -> bool:
-    """Whether this start replaces what stands in run.dir: by run.resume = 'never', once in the life of a Slurm job, which goes
-    on from what it did when it is requeued."""
+    """Return whether this start replaces run.dir, by run.resume = 'never'; only once per Slurm job."""
     marker, job = Path(config.run.dir) / _BEGUN_BY, os.environ.get("SLURM_JOB_ID", "")
     requeued = int(os.environ.get("SLURM_RESTART_COUNT") or 0) > 0
     begun = requeued and marker.is_file() and marker.read_text(encoding="utf-8") == job
@@ -164,7 +154,7 @@ def starts_over(config: TrainConfig) -> bool:
 
 
 def outputs(config: TrainConfig) -> tuple[str, ...]:
-    """The folders that a run writes and `clear_run` removes; metrics.jsonl and config.yaml are replaced, older configs go."""
+    """List the folders that a run writes and `clear_run` removes, besides metrics.jsonl and config.yaml."""
     record = config.rl is not None and config.rl.record
     updates = config.server is not None and config.server.update is not None
     return (
@@ -177,7 +167,7 @@ def outputs(config: TrainConfig) -> tuple[str, ...]:
 
 
 def clear_run(folder: Path, names: Sequence[str]) -> None:
-    """Removes what a run left in its folder, and remembers the Slurm job that did."""
+    """Remove a run's files from its folder, and record the Slurm job."""
     job = os.environ.get("SLURM_JOB_ID", "")
 
     def clear() -> None:
@@ -191,11 +181,7 @@ def clear_run(folder: Path, names: Sequence[str]) -> None:
 
 
 def _sources(config: TrainConfig) -> list[tuple[str, str, bool]]:
-    """Each checkpoint that the config names: its key, its folder, and whether it may have a scalar head.
-
-    Raises:
-        ValueError: run.init_from names a Hugging Face folder.
-    """
+    """List each checkpoint that the config names: key, folder, and whether it may have a scalar head."""
     teacher = ("distillation" if config.distillation is not None else "rl") + ".teacher"
     if config.run.init_from is not None and is_hf(config.run.init_from):
         folder = config.run.init_from

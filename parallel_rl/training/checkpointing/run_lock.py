@@ -1,4 +1,4 @@
-"""One run writes a folder at a time: the second one says who holds it."""
+"""Lock of a run's folder, so that only one run writes it."""
 
 from __future__ import annotations
 
@@ -16,25 +16,24 @@ import torch.distributed as dist
 from parallel_rl.agreement import on_first_rank, raise_on_all_ranks
 
 _NAME = ".lock"
-_LEASE = 120.0  # seconds in which a file server gives back what a dead node held
-_LINGER = 30.0  # for a process to end, once its collective has failed
-_AGAIN = 5.0  # between two looks at a lock
-_CACHED = 60.0  # for which a node may take a new file of another's for not there
+_LEASE = 120.0  # seconds until a file server drops the lock of a dead node
+_LINGER = 30.0  # seconds for a process to end after its collective failed
+_AGAIN = 5.0  # seconds between two attempts
+_CACHED = 60.0  # seconds for which a node may not see another node's new file
 
 
 @contextlib.contextmanager
 def only_run(folder: Path, timeout: float) -> Iterator[None]:
-    """Inside, no other run writes the folder; the lock is the first rank's and goes with its process.
+    """Hold the folder's lock on the first rank, in a `with` block.
 
-    A file system without locks has none. A requeued Slurm job waits for the lock of its last start: that of a dead node, or of
-    one that Slurm gave up while its rank still waits in a collective for those that are gone. A folder that was made for the
-    lock, and in which nothing was written, goes with it.
+    File systems without locks have none. A requeued Slurm job waits for the lock of its previous start. A folder created for
+    the lock is removed again if the run wrote nothing.
 
     Args:
         timeout: seconds that a rank waits in a collective.
 
     Raises:
-        ValueError: another run has it; which one; or ranks do not share the folder; on all ranks.
+        ValueError: another run holds it, or ranks do not share the folder; on all ranks.
         RuntimeError: it cannot be written; on all ranks.
     """
     with contextlib.ExitStack() as held:
@@ -48,7 +47,7 @@ def only_run(folder: Path, timeout: float) -> Iterator[None]:
                     held.push(taken.pop_all())
             return other
 
-        # every rank looks again: one that waited in a collective for the first one would end the run
+        # every rank polls: a collective with the first rank would time out
         said = False
         while (other := on_first_rank(hold, f"run.dir = {str(folder)!r} cannot be written")) is not None:
             if dist.get_rank() == 0 and not said:
@@ -61,7 +60,7 @@ def only_run(folder: Path, timeout: float) -> Iterator[None]:
 
 
 def _held_by(folder: Path) -> str | None:
-    """The lock's text, None where there is no lock."""
+    """Return the lock's text, or None without a lock."""
     try:
         return (folder / _NAME).read_text(encoding="utf-8", errors="replace")
     except FileNotFoundError:
@@ -69,7 +68,7 @@ def _held_by(folder: Path) -> str | None:
 
 
 def _check_shared(folder: Path, held_by: str | None, seconds: float) -> None:
-    """Refuse a folder in which this rank does not see the lock of the first one: it is another node's own."""
+    """Refuse a folder in which this rank does not see the first rank's lock: nodes do not share it."""
     end = time.monotonic() + seconds
     while _held_by(folder) != held_by:
         if time.monotonic() > end:
@@ -94,7 +93,7 @@ def _folder(folder: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _holding(folder: Path, *, may_wait: bool = False) -> Iterator[str | None]:
-    """Inside, the lock is ours; or this job's last start has it, the one that is given, and `may_wait`."""
+    """Hold the lock in a `with` block; with `may_wait`, wait for this job's last start."""
     job = os.environ.get("SLURM_JOB_ID", "")
     while (file := _locked(folder / _NAME)) is None:
         holder = _held_by(folder)
@@ -109,10 +108,10 @@ def _holding(folder: Path, *, may_wait: bool = False) -> Iterator[str | None]:
         )
     with file:
         who = f"{f'job {job} ' if job else ''}process {os.getpid()} on {socket.gethostname()}"
-        with contextlib.suppress(OSError):  # a full disk is for the run to tell
+        with contextlib.suppress(OSError):  # the run reports a full disk
             file.truncate(0)
             file.write(f"{who}, since {time.strftime('%Y-%m-%d %H:%M:%S')}".encode())
-            os.fsync(file.fileno())  # another node reads it, of a node that may be dead by then
+            os.fsync(file.fileno())  # another node reads it after this one died
         try:
             yield None
         finally:
@@ -121,7 +120,7 @@ def _holding(folder: Path, *, may_wait: bool = False) -> Iterator[str | None]:
 
 
 def _locked(path: Path) -> FileIO | None:
-    """The lock's file, or None where another process has it, or has just removed the file that was opened."""
+    """Return the locked file, or None if another process holds or has just removed it."""
     file = FileIO(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644), "r+")
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -1,4 +1,4 @@
-"""A sharded state to and from a folder through megatron's dist_checkpointing, where a rank's failure is one on all ranks."""
+"""Sharded state in a folder through megatron's dist_checkpointing; one rank's failure is raised on all."""
 
 from __future__ import annotations
 
@@ -32,23 +32,22 @@ State = dict[str, Any]
 
 
 def save_sharded(state: State, folder: Path, what: str) -> None:
-    """Writes what the ranks hold into an empty folder.
+    """Write the ranks' state into an empty folder.
 
-    Megatron's own save lets the first rank write three small files while the others wait for it in a collective, and forks
-    writers that stay behind where their rank is killed. Here each stage ends with a word from every rank, and a rank writes by
-    itself.
+    Megatron's save lets ranks wait in a collective while the first one writes, and forks writers that outlive a killed rank.
+    Here every stage ends with a status from each rank, and each rank writes in its own process.
 
     Raises:
-        RuntimeError: `what`, with each rank that failed and the cause; on all ranks.
+        RuntimeError: `what`, with each failed rank and the cause; on all ranks.
     """
-    filesystem_async._results_queue = queue.Queue()  # else megatron starts a process to hold it
+    filesystem_async._results_queue = queue.Queue()  # else megatron starts a process for it
     strategy = _ShardedOnEveryRank("torch_dist", 1)
     sharded, common = save_preprocess(state)
     first = dist.get_rank() == 0
-    # apart, as versions before 0.19 do and later ones still read, so that a checkpoint of one version is one of all
+    # separate, as before 0.19 and still readable: one format for all versions
     write = partial(_write_to, folder, lambda: torch.save(common, folder / "common.pt"))
     raise_on_all_ranks(lambda: write() if first else None, what=what)
-    # newer versions take another package's writers unless told not to
+    # newer versions use another package's writers by default
     which = ["mcore"] if "async_strategy" in inspect.signature(strategy.async_save).parameters else []
     request = strategy.async_save(sharded, folder, *which)
     raise_on_all_ranks(lambda: _write_to(folder, request.async_fn), what=what)
@@ -60,21 +59,17 @@ def save_sharded(state: State, folder: Path, what: str) -> None:
 
 
 def load_sharded(wanted: State, folder: Path, what: str) -> State:
-    """Read the entries of `wanted` from a folder that any layout wrote.
-
-    Raises:
-        RuntimeError: `what`, with each rank that failed and the cause; on all ranks.
-    """
-    # each rank reads the common part alone, before the first collective
+    """Read the entries of `wanted` from a folder of any layout; RuntimeError on all ranks names failures."""
+    # read without collectives first, so that all ranks learn of a failure
     raise_on_all_ranks(lambda: dist_checkpointing.load_common_state_dict(str(folder)), what=what)
     with warnings.catch_warnings():
-        # Megatron's own way to load; nothing that a user could change
+        # Megatron's own call causes it; a user cannot change it
         warnings.filterwarnings("ignore", message="Please use DTensor instead", category=FutureWarning)
         return raise_on_all_ranks(lambda: dist_checkpointing.load(wanted, str(folder)), what=what)
 
 
 def bytes_of(state: State, device: torch.device) -> int:
-    """Bytes of the tensors of a sharded state in a checkpoint, equal on every rank; one all-reduce."""
+    """Count the bytes of a sharded state in a checkpoint, equal on every rank; one all-reduce."""
     mine = sum(
         value.data.numel() * value.data.element_size()
         for value in nested_values(state)
@@ -84,8 +79,7 @@ def bytes_of(state: State, device: torch.device) -> int:
 
 
 def _write_to(folder: Path, write: Callable[[], object]) -> None:
-    """`write`, with the room that is left in its error: torch's writer calls a full disk an "iostream error", and that of torch
-    2.8 gives no cause where it cannot open a file."""
+    """Call `write`, and add the free space to its error: torch reports a full disk as "iostream error"."""
     try:
         write()
     except RuntimeError as error:
@@ -102,7 +96,7 @@ def _room(folder: Path) -> str:
 
 
 class _ShardedOnEveryRank(TorchDistSaveShardedStrategy):
-    """A rank writes in its own process; if the first rank fails to write the index, it says so when no other waits for it."""
+    """Writer in its own process; the first rank reports a failed index while no other rank waits."""
 
     def _get_save_and_finalize_callbacks(self, writer: FileSystemWriterAsync, result: Any, *which: str) -> Any:
         request, finish = super()._get_save_and_finalize_callbacks(writer, result, *which), writer.finish
@@ -121,7 +115,7 @@ class _ShardedOnEveryRank(TorchDistSaveShardedStrategy):
 
 
 def _write(writer: FileSystemWriterAsync, preload: Callable[[], list[Any]] | None) -> None:
-    """This rank's files, each by a thread."""
+    """Write this rank's files, each in a thread."""
     if preload is None:
         return
     buckets, transforms = preload(), [writer.transforms] if hasattr(writer, "transforms") else []

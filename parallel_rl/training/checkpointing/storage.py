@@ -1,4 +1,4 @@
-"""The folder of a run's checkpoints: which are there, how one is put in whole, which go, which are set aside."""
+"""The checkpoint folder: list, commit atomically, prune, quarantine."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pathlib import Path
 from parallel_rl.training.checkpointing.manifest import MANIFEST, read_manifest, sync_folder
 
 _NAME = re.compile(r"step_(\d{6,})")
-# what a run makes in its folders: checkpoints, whole, half and damaged ones; rollouts; weights for servers; TensorBoard's files
+# names that a run gives in its folders: checkpoints, partial and damaged ones, rollouts, weights, TensorBoard's files
 _MADE = re.compile(
     r"(\.(partial|replaced|pruned)_|[a-z]+_)?step_\d{6,}(\.damaged\d*|_\d+\.jsonl)?"
     r"|\.?version_\d{6,}_\d+(\.\d+\.partial)?|events\.out\.tfevents\..*|\.nfs.*"
@@ -27,37 +27,32 @@ _PARTIAL, _REPLACED, _PRUNED = ".partial_", ".replaced_", ".pruned_"
 
 @dataclass(frozen=True)
 class Retention:
-    """Checkpoints that stay: the `newest` ones, and those whose step in the phase is a multiple of `every` (0: none)."""
+    """Checkpoints to keep: the `newest`, and those at multiples of `every` steps of a phase (0: none)."""
 
     newest: int
     every: int = 0
 
 
 def path_of(folder: Path, number: int) -> Path:
-    """The folder of the checkpoint after `number` steps."""
     return folder / f"step_{number:06d}"
 
 
 def number_of(path: Path) -> int:
-    """The steps that its run had done."""
+    """Parse the steps done from a checkpoint's name."""
     return int(path.name[5:])
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
-    """The checkpoints of a folder, oldest first; whether their content is whole is not looked at."""
+    """List the checkpoints of a folder, oldest first, without verifying them."""
     paths = [path for path in folder.iterdir() if _NAME.fullmatch(path.name)] if folder.is_dir() else []
     return sorted(paths, key=number_of)
 
 
 def make_partial(final: Path, needed: int) -> Path:
-    """An empty hidden folder beside `final`, to be filled and then published.
-
-    Args:
-        final: where the checkpoint will stand.
-        needed: bytes that it will take at least.
+    """Make an empty hidden folder next to `final`, to fill and publish.
 
     Raises:
-        OSError: the folder cannot be made, or the disk has no room.
+        OSError: the folder cannot be made, or the disk has less than `needed` bytes.
     """
     partial = final.with_name(_PARTIAL + final.name)
     for cut_off in final.parent.glob(f"{_PARTIAL}*"):
@@ -71,7 +66,7 @@ def make_partial(final: Path, needed: int) -> Path:
 
 
 def publish(partial: Path, final: Path) -> None:
-    """Give a filled folder its name; an older one of that name goes only then, and `clean_up` repairs a kill in between."""
+    """Rename a filled folder to its final name; `clean_up` repairs a kill in between."""
     replaced = final.with_name(_REPLACED + final.name)
     sync_folder(partial)
     if final.exists():
@@ -82,12 +77,9 @@ def publish(partial: Path, final: Path) -> None:
 
 
 def prune(folder: Path, keep: Retention, written: Path) -> None:
-    """Removes what `keep` does not hold; never `written`, nor one that is being read: its turn comes with the next save.
+    """Remove what `keep` does not hold, except `written` and checkpoints being read.
 
-    A slow disk is not waited for: what takes longer than some seconds goes on beside the run.
-
-    Raises:
-        OSError: one could not be removed.
+    A removal that takes more than some seconds continues in a thread. OSError if one failed.
     """
     gone = []
     for path in list_checkpoints(folder)[: -keep.newest]:
@@ -96,7 +88,7 @@ def prune(folder: Path, keep: Retention, written: Path) -> None:
         with _lock(path, fcntl.LOCK_EX) as free:
             if not free:
                 continue
-            gone.append(path.with_name(_PRUNED + path.name))  # a half removed one must not look like a whole one
+            gone.append(path.with_name(_PRUNED + path.name))  # renamed first: a half removed one must not look whole
             path.rename(gone[-1])
     failed: list[OSError] = []
 
@@ -107,7 +99,7 @@ def prune(folder: Path, keep: Retention, written: Path) -> None:
         except OSError as error:
             failed.append(error)
 
-    removal = threading.Thread(target=remove, name="prune")  # the process ends after it
+    removal = threading.Thread(target=remove, name="prune")  # the process waits for it at its end
     removal.start()
     removal.join(_PATIENCE)
     if failed:
@@ -118,11 +110,11 @@ def _step_of(path: Path) -> int:
     try:
         return read_manifest(path).metadata.progress.step
     except ValueError:
-        return 0  # nobody knows; it stays
+        return 0  # unknown, so it stays
 
 
 def clean_up(folder: Path) -> list[str]:
-    """Clear up after saves that a kill cut off; return a line on each thing done."""
+    """Clean up after interrupted saves; return a line for each change."""
     notes = []
     for path in sorted(folder.glob(".*_step_*")) if folder.is_dir() else []:
         final = folder / path.name[path.name.index("step_") :]
@@ -137,7 +129,7 @@ def clean_up(folder: Path) -> list[str]:
 
 
 def set_aside(path: Path) -> Path:
-    """Renames a damaged checkpoint, so that no run takes it; nothing of it is removed."""
+    """Rename a damaged checkpoint, so that no run resumes from it."""
     aside, count = path.with_name(path.name + ".damaged"), 1
     while aside.exists():
         count += 1
@@ -148,7 +140,7 @@ def set_aside(path: Path) -> Path:
 
 
 def foreign(folder: Path, names: Sequence[str]) -> Path | None:
-    """The first file that `remove` would take and that lies under no name which a run gives."""
+    """Return the first file that `remove` would take and whose name no run gives."""
     for path in (folder / name for name in names):
         if path.is_dir() and not path.is_symlink():
             others = sorted(entry.name for entry in path.iterdir() if not _MADE.fullmatch(entry.name))
@@ -160,40 +152,40 @@ def foreign(folder: Path, names: Sequence[str]) -> Path | None:
 
 
 def remove(folder: Path, names: Sequence[str]) -> None:
-    """Removes what stands in a folder under these names, if anything does."""
+    """Remove these names from a folder, if they exist."""
     for name in names:
         if (folder / name).exists():
             shutil.rmtree(folder / name)
 
 
 def bytes_in(folder: Path, names: Sequence[str]) -> int:
-    """Bytes that `remove` would free."""
+    """Count the bytes that `remove` would free."""
     files = (file for name in names for file in (folder / name).rglob("*") if file.is_file() and not file.is_symlink())
     return sum(512 * file.stat().st_blocks for file in files)
 
 
 def free_bytes(path: Path) -> int:
-    """Free bytes on the disk of a folder, which need not exist yet."""
+    """Return the free bytes on the disk of a folder, which need not exist yet."""
     while not path.exists() and path != path.parent:
         path = path.parent
     return shutil.disk_usage(path).free
 
 
 def in_words(count: int) -> str:
-    """Bytes as people say them."""
+    """Format a number of bytes."""
     return next(f"{count / size:.1f} {unit}" for size, unit in _UNITS if count >= size or unit == "kB")
 
 
 @contextlib.contextmanager
 def reading(path: Path) -> Iterator[None]:
-    """Inside, `prune` of another run leaves the checkpoint alone; the lock goes with its process."""
+    """Protect a checkpoint from another run's `prune` in a `with` block; the lock ends with the process."""
     with _lock(path, fcntl.LOCK_SH):
         yield
 
 
 @contextlib.contextmanager
 def _lock(path: Path, kind: int) -> Iterator[bool]:
-    """Whether the lock was free; a file system without locks, or a folder without a manifest, counts as free."""
+    """Return whether the lock was free; also without locks or a manifest."""
     try:
         file = (path / MANIFEST).open("r+b" if kind == fcntl.LOCK_EX else "rb")
     except OSError:

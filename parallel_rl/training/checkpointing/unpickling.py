@@ -1,4 +1,4 @@
-"""A checkpoint is pickled. What its pickles may name is looked at before Megatron and torch load any of them."""
+"""Check the names in a checkpoint's pickles before Megatron and torch load any of them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ BACKENDS = {
     "common_backend_version": 1,
 }
 _PLANS = "torch.distributed.checkpoint"
-_NAMES = {  # classes that only hold what they are given
+_NAMES = {  # classes that only hold data
     f"{_PLANS}.filesystem": {"_StorageInfo", "_StoragePrefix"},
     f"{_PLANS}.metadata": {
         "BytesStorageMetadata",
@@ -38,8 +38,6 @@ _NAMES = {  # classes that only hold what they are given
 
 
 class _Place(NamedTuple):
-    """Place of an object of the index."""
-
     name: str
     file: str
     offset: int
@@ -47,13 +45,13 @@ class _Place(NamedTuple):
 
 
 def check_pickles(path: Path) -> None:
-    """Look through every pickle of a checkpoint without running any: its index, its common part, its objects.
+    """Check every pickle of a checkpoint without running any: its index, common part and objects.
 
-    A checksum is against accidents, not people: who writes the folder writes its manifest. Tensors, numbers, text and the
-    containers of these are let through, and the classes by which torch describes tensors in the index.
+    Only tensors, numbers, text, their containers, and torch's index classes are accepted: checksums do not protect against a
+    writer of the folder.
 
     Raises:
-        ValueError: a pickle that names anything else, or an index that points out of the folder.
+        ValueError: a pickle that names anything else, or an index that points outside the folder.
     """
     try:
         settings = json.loads((path / "metadata.json").read_text(encoding="utf-8"))
@@ -70,7 +68,6 @@ def check_pickles(path: Path) -> None:
 
 
 def _objects(path: Path) -> list[_Place]:
-    """The pickled objects among the tensors, by the index."""
     try:
         with (path / _INDEX).open("rb") as file:
             index = _Index(file).load()
@@ -90,7 +87,7 @@ def _objects(path: Path) -> list[_Place]:
 
 def _check(path: Path, what: str, pickled: bytes) -> None:
     try:
-        with torch.serialization.safe_globals([io.BytesIO]):  # Transformer Engine's own state
+        with torch.serialization.safe_globals([io.BytesIO]):  # Transformer Engine's state
             torch.load(io.BytesIO(pickled), map_location="meta", weights_only=True)
     except Exception as error:
         cause = str(error).partition("\n")[0] if "GLOBAL" not in str(error) else _named(str(error))
@@ -98,12 +95,12 @@ def _check(path: Path, what: str, pickled: bytes) -> None:
 
 
 def _named(text: str) -> str:
-    """The line of torch's message that names what it does not load."""
+    """Return the line of torch's message that names the refused class."""
     return next(line.strip() for line in text.splitlines() if "GLOBAL" in line)
 
 
 class _Index(pickle.Unpickler):
-    """Reads an index; refuses every name but those that torch writes there."""
+    """Unpickler of an index that refuses every name that torch does not write there."""
 
     def find_class(self, module: str, name: str) -> object:
         if name in _NAMES.get(module, ()):

@@ -1,4 +1,4 @@
-"""The main sections of a config, one of which a run has: how many steps, on which data, by which loss."""
+"""The main sections of a config, exactly one of which a run has."""
 
 from __future__ import annotations
 
@@ -57,13 +57,13 @@ class SupervisedConfig:
 
     @property
     def source(self) -> str:
-        """The source of the records: examples, or solutions for a loss that reads labels of steps."""
+        """Return the source of the records: examples, or solutions for a loss on labelled steps."""
         return "solutions" if STEP_LABELS in self.loss.requirements.names else "examples"
 
 
 @dataclass(frozen=True)
 class CriticConfig:
-    """A value function of the policy's shape with a scalar head, which starts as a copy of the policy's trunk.
+    """A value function of the policy's shape with a scalar head, initialised from the policy's trunk.
 
     optimizer: AdamW of the critic. It makes as many optimizer steps as the policy.
     loss: a loss on a scalar head that reads `values` and `returns`.
@@ -90,7 +90,7 @@ class CriticConfig:
 
 @dataclass(frozen=True)
 class KLControllerConfig:
-    """An adaptive coefficient of the KL in the reward (arXiv 1909.08593), see `experience.AdaptiveKLController`.
+    """Adaptive coefficient of the KL in the reward (arXiv 1909.08593), see `AdaptiveKLController`.
 
     target: mean KL of a token that the coefficient aims at.
     horizon: number of samples; the larger, the slower the coefficient moves.
@@ -103,7 +103,7 @@ class KLControllerConfig:
         AdaptiveKLController(1.0, self.target, self.horizon)
 
     def check(self, coefficient: float, samples: int) -> None:
-        """Refuses a coefficient of 0, which no factor moves, and `samples` a step that are too many for the horizon."""
+        """Refuse a coefficient of 0, which no factor changes, and `samples` above the horizon's bound."""
         if coefficient == 0:
             raise ValueError(
                 "kl_controller has no effect with advantages.kl_coefficient = 0; set where the coefficient starts, or remove it"
@@ -117,8 +117,7 @@ class KLControllerConfig:
 
 @dataclass(frozen=True)
 class RLConfig:
-    """RL: a step samples `prompts` × `group_size` completions and makes `updates` optimizer steps on them, each on its share of
-    the prompts.
+    """RL: a step samples `prompts` × `group_size` completions for `updates` optimizer steps.
 
     Attributes:
         steps: number of steps after the warm-up.
@@ -171,23 +170,22 @@ class RLConfig:
         self._check_loss()
 
     def build_kl_controller(self) -> AdaptiveKLController | None:
-        """Build the KL controller at its initial state."""
         kl = self.kl_controller
         return None if kl is None else AdaptiveKLController(self.advantages.kl_coefficient, kl.target, kl.horizon)
 
     @property
     def rounds(self) -> int:
-        """Upper bound of the rounds in which a step samples."""
+        """Bound the rounds in which a step samples."""
         return 1 if self.dynamic_sampling is None else self.dynamic_sampling.max_rounds
 
     def policy_version(self, step: int) -> int:
-        """Optimizer steps of the policy before step `step`."""
+        """Count the policy's optimizer steps before step `step`."""
         alone = 0 if self.critic is None else self.critic.warmup_steps
         return max(0, step - alone) * self.updates
 
     @property
     def fields(self) -> dict[str, str]:
-        """Fields that a loss may read, each with the setting that it lacks ("": none)."""
+        """List the fields that a loss may read, each with the missing setting ("": none)."""
         experts = "" if self.experts else "which rl.experts = 0 leaves out; set it to a number of demonstrations a step"
         names = (
             "advantages",
@@ -206,7 +204,7 @@ class RLConfig:
 
     @property
     def recorded_fields(self) -> dict[str, str]:
-        """Fields that the loss reads and only recorded rollouts give, with what their records must have."""
+        """List the fields that only recorded rollouts give, with the keys that their records need."""
         return {name: key for name, key in RECORDED_FIELDS.items() if name in self.loss.requirements.names}
 
     @property
@@ -215,7 +213,7 @@ class RLConfig:
 
     @property
     def recomputes_prev_logprobs(self) -> bool:
-        """Whether a forward before the first update gives the policy's log-probs of the samples."""
+        """Return whether a forward before the first update scores the samples."""
         read = {*self.loss.requirements.names, *self.advantages.needs}
         return self.prev_logprobs == "recompute" and not read.isdisjoint({"prev_logprobs", "kl"})
 

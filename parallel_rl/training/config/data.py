@@ -1,4 +1,4 @@
-"""The section `data`: files, and how their columns are read."""
+"""The section `data`: files and the names of their columns."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from parallel_rl.config.strict import at_least, nearest
 
 @dataclass(frozen=True)
 class DatasetSource:
-    """A data set that the library `datasets` reads, in the place of files (pip install datasets).
+    """A data set read by the library `datasets` instead of files (pip install datasets).
 
     Attributes:
         dataset: a folder that `save_to_disk` wrote, a file (csv, json, jsonl, parquet, arrow, also compressed), a folder of
@@ -29,7 +29,7 @@ class DatasetSource:
 
 Paths = DatasetSource | str | tuple[str, ...] | None
 
-# the fields that records of each source may have under names of their own
+# fields of each source that `columns` may rename
 _ASKED = ("prompt", "messages", "system", "tools")
 FIELDS: Mapping[str, tuple[str, ...]] = {
     "train": (*_ASKED, "answer", "source"),
@@ -39,7 +39,7 @@ FIELDS: Mapping[str, tuple[str, ...]] = {
     "answers": (*_ASKED, "answer", "label"),
     "solutions": (*_ASKED, "completions", "labels"),
 }
-# the fields of recorded rollouts, which have no other names
+# fields of recorded rollouts, which `columns` cannot rename
 ROLLOUT_FIELDS = (
     "tokens",
     "logprobs",
@@ -52,7 +52,7 @@ ROLLOUT_FIELDS = (
     "segments",
     "sample_mask",
 )
-# forms of other frameworks, see `training.data.forms`
+# formats of other frameworks, see `training.data.forms`
 FORM_NAMES = (
     "unpaired_preference",
     "stepwise_supervision",
@@ -158,7 +158,7 @@ class DataConfig:
                 raise ValueError(f"columns.{key} = {column!r} is not valid; a column, or names with dots between")
 
     def columns_of(self, source: str) -> dict[str, str]:
-        """The columns of one source's fields.
+        """Return the column names of one source's fields.
 
         >>> DataConfig(train="a", columns={"prompt": "question", "train.answer": "label"}).columns_of("train")
         {'prompt': 'question', 'answer': 'label'}

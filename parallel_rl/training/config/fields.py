@@ -1,4 +1,4 @@
-"""Fields that the data of a section has, and whether a loss reads others."""
+"""Fields that the data of a section provides, and the check that a loss reads no others."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from parallel_rl.losses.components import ComponentsLossFn
 from parallel_rl.losses.core.requirements import Field
 from parallel_rl.training.config.data import FIELDS, ROLLOUT_FIELDS
 
-# what rows of pairs can have beside their tokens
+# fields of pairs besides their tokens
 LABELS = "preference_labels"
 PREFERENCE_FIELDS = ("reference_policy_logprobs", LABELS)
 # a process reward model's labels, at the last token of each step
 STEP_LABELS = "reward_labels"
 # tokens that the policy read and did not sample
 OBSERVED = "observation_mask"
-# what a teacher gives: log-probs of the sampled tokens, and its distributions
+# a teacher's fields: log-probs of the sampled tokens, and distributions
 OF_TEACHER = ("teacher_token_logprobs", "teacher_logits")
-# fields that recorded rollouts give, and what their records must then have
+# fields of recorded rollouts only, and the record keys that give them
 RECORDED_FIELDS = {"run_ids": "run", "segment_ids": "segments"}
-# fields that a trainer or a model gives; others that a loss declares are the user's own, and stand in the records
+# fields that a trainer or a model gives; all others must be in the records
 _GIVEN = frozenset(
     {
         "advantages",
@@ -47,7 +47,7 @@ _GIVEN = frozenset(
         *RECORDED_FIELDS,
     }
 )
-# what an estimator may read
+# fields that an estimator may read
 ESTIMATOR_FIELDS = (
     "rewards",
     "group_ids",
@@ -61,7 +61,7 @@ ESTIMATOR_FIELDS = (
     "greedy_rewards",
     "teacher_token_logprobs",
 )
-# names with a meaning of their own in a step or in records
+# names with a fixed meaning in a step or in records
 _TAKEN = frozenset(
     {
         "untruncated_logprobs",
@@ -74,10 +74,10 @@ _TAKEN = frozenset(
 
 
 def own_fields(choice: LossConfig) -> tuple[Field, ...]:
-    """Fields that a loss declares and no trainer gives: records have them, one value a token or a sequence.
+    """List the fields that a loss declares and records must provide, one value per token or sequence.
 
     Raises:
-        ValueError: a field whose name has another meaning, or whose alignment records do not have.
+        ValueError: a reserved name, or an alignment that records do not have.
     """
     fields = choice.requirements.fields
     own = tuple(
@@ -98,7 +98,7 @@ def own_fields(choice: LossConfig) -> tuple[Field, ...]:
 
 
 def has_unknown_fields(choice: LossConfig) -> bool:
-    """Return whether only the ranks know all fields of a loss, as they import it or one of its components."""
+    """Return whether only the ranks know all fields of a loss, since they import its modules."""
     if choice.unseen:
         return True
     loss_fn = choice.build()
@@ -110,16 +110,15 @@ def has_unknown_fields(choice: LossConfig) -> bool:
 def check_fields_available(
     choice: LossConfig, fields: Mapping[str, str], *, paired: bool = False, scalar_head: bool = False
 ) -> None:
-    """Refuses a loss that reads what the objective's data does not have.
+    """Refuse a loss that reads fields that the objective's data lacks.
 
     Args:
-        choice: the loss.
-        fields: those that there are, each with what would have to be set for it ("" where nothing).
-        paired: whether rows come as (chosen, rejected).
-        scalar_head: whether the model may have a scalar head.
+        fields: available fields, each with the setting that would give it ("": none needed).
+        paired: rows come as (chosen, rejected).
+        scalar_head: the model may have a scalar head.
 
     Raises:
-        ValueError: names the field, and what would give it.
+        ValueError: names the field and the setting that would give it.
     """
     if choice.unseen:
         return

@@ -1,4 +1,4 @@
-"""A run's config from a YAML file and dotted overrides."""
+"""Load a run's config from a YAML file and dotted overrides."""
 
 from __future__ import annotations
 
@@ -14,22 +14,21 @@ from parallel_rl.config.strict import Variants, configure
 from parallel_rl.config.yaml_files import override, read_tree
 from parallel_rl.training.config.train import TrainConfig
 
-_READ_BY = (("evaluation", "held_out"), ("warmup", "examples"))  # a section, and the files of `data` for it alone
+_READ_BY = (("evaluation", "held_out"), ("warmup", "examples"))  # sections, and the files of `data` that only they read
 
 
 def load_config(
     path: str, overrides: Sequence[str] = (), say: Callable[[str], object] = lambda line: None
 ) -> TrainConfig:
-    """The run that a YAML file and dotted overrides describe.
+    """Read a YAML file and dotted overrides into the config of a run.
 
     Args:
         path: the YAML file, see `read_tree`; relative paths in it start at its folder.
-        overrides: "--a.b", "value" or "--a.b=value", the value in YAML; paths in them start at the working folder.
-        say: takes a line for what the file sets and an override leaves without use.
+        overrides: "--a.b", "value" or "--a.b=value", values in YAML; paths in them start at the working folder.
+        say: takes a line for each setting of the file that an override disables.
 
     Raises:
-        ValueError: a missing or malformed file, an override without a value, a loss that the trainer cannot feed, or anything
-            else that `configure` refuses.
+        ValueError: a missing or malformed file, an override without a value, or a config that `configure` refuses.
     """
     tree = read_tree(Path(path))
     needs = tree.pop("needs", None)
@@ -50,7 +49,6 @@ def load_config(
 
 
 def _reads_examples(tree: Mapping[str, object]) -> bool:
-    """Whether the main phase reads demonstrations."""
     distills = tree.get("distillation") is not None and _section(tree, "distillation").get("rows") != "policy"
     return tree.get("sft") is not None or distills or bool(_section(tree, "rl").get("experts"))
 
@@ -61,16 +59,12 @@ def _section(tree: Mapping[str, object], name: str) -> Mapping[str, object]:
 
 
 def as_mapping(config: TrainConfig) -> Mapping[str, object]:
-    """The whole config as plain values, for the run's record; `configure` reads it again."""
+    """Convert the config to plain values for the run's record; `configure` reads them back."""
     return {field.name: _plain(getattr(config, field.name)) for field in fields(config)}
 
 
 def check_same_config(config: TrainConfig) -> None:
-    """Compare what the ranks were given; every rank calls it.
-
-    Raises:
-        ValueError: a value, or the file of the tokenizer, is another one on some rank than on the first; on all ranks.
-    """
+    """Compare the config and the tokenizer's file over all ranks; ValueError on all if they differ."""
 
     def told() -> dict[str, str]:
         return {
@@ -95,7 +89,6 @@ def check_same_config(config: TrainConfig) -> None:
 
 
 def _flat(key: str, value: object) -> Iterator[tuple[str, str]]:
-    """(dotted key, value) of each."""
     if isinstance(value, Mapping) and value:
         for name, item in value.items():
             yield from _flat(f"{key}.{name}" if key else str(name), item)

@@ -1,4 +1,4 @@
-"""The section `model`: sizes, or a Hugging Face folder that says them."""
+"""The section `model`: sizes, or a Hugging Face folder."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ class ModelConfig:
             self._refuse("aux_loss", "has no effect without experts")
 
     def _take(self, described: HFModel) -> None:
-        """Set the fields that a folder's config.json says."""
+        """Set the fields that a folder's config.json gives."""
         model = described.architecture
         said = {
             "layers": model.layers,
@@ -129,11 +129,7 @@ class ModelConfig:
             raise ValueError(f"{name} = {value!r} {why}")
 
     def vocabulary(self, tokenizer: Vocabulary) -> Vocabulary:
-        """The token ids that this model draws from, with a tokenizer's end tokens.
-
-        Raises:
-            ValueError: the tokenizer has more words than the model.
-        """
+        """Return the token ids to sample from, with a tokenizer's end tokens; ValueError if it has too many."""
         if self.vocab_size is None:
             return tokenizer
         if tokenizer.size > self.vocab_size:
@@ -146,11 +142,7 @@ _DEFAULTS = {field.name: field.default for field in fields(ModelConfig)}
 
 
 def check_model_layout(model: ModelConfig, parallel: ParallelConfig) -> None:
-    """Check that the layout's ranks divide the model's sizes.
-
-    Raises:
-        ValueError: they do not, or an option for experts has no effect.
-    """
+    """Check that the layout divides the model's sizes; ValueError also for expert options without effect."""
     groups, experts = model.query_groups or model.heads, model.experts
     parts = [
         ("model.heads", model.heads, "tensor", parallel.tensor),
@@ -175,7 +167,7 @@ def check_model_layout(model: ModelConfig, parallel: ParallelConfig) -> None:
             raise ValueError(
                 f"parallel.tensor = {parallel.tensor} with model.experts needs parallel.sequence_parallel = true"
             )
-    if groups > parallel.tensor or parallel.tensor % groups:  # Megatron shares a group out among several ranks
+    if groups > parallel.tensor or parallel.tensor % groups:  # Megatron splits a group over several ranks
         parts += [("model.query_groups", groups, "tensor", parallel.tensor)]
     for name, size, what, ranks in parts:
         if size % ranks:

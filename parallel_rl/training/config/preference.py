@@ -50,22 +50,21 @@ class PreferenceConfig:
 
     @property
     def source(self) -> str:
-        """The source of the records: pairs or answers."""
         return "answers" if self.pairs is None else "pairs"
 
     @property
     def records(self) -> int:
-        """Records of a step."""
+        """Count the records of a step."""
         return getattr(self, self.source)
 
     @property
     def mismatched(self) -> bool:
-        """Whether the loss reads rows of one record's prompt and another's answer."""
+        """Return whether the loss reads rows of one record's prompt and another's answer."""
         return self.loss.options.get("baseline", "mismatched") == "mismatched"
 
     @property
     def rows(self) -> int:
-        """Rows of a record, which stay in one micro-batch."""
+        """Count a record's rows, which stay in one micro-batch."""
         if self.answers is not None:
             return 2 if self.mismatched else 1
         return 3 if LABELS in self.loss.requirements.names else 2

@@ -33,7 +33,7 @@ class RecomputeConfig:
 
     @property
     def fields(self) -> dict[str, object]:
-        """The fields of Megatron's TransformerConfig."""
+        """Return the fields of Megatron's TransformerConfig."""
         full = self.granularity == "full"
         return {
             "recompute_granularity": self.granularity,

@@ -11,7 +11,7 @@ from parallel_rl.training.reporting.loggers import check_loggers
 
 @dataclass(frozen=True)
 class RunConfig:
-    """The folder, seed, precision and checkpoints of a run.
+    """Folder, seed, precision and checkpoints of a run.
 
     Attributes:
         dir: folder of metrics.jsonl, tensorboard/, checkpoints/ and curves.png.

@@ -1,4 +1,4 @@
-"""The sections that any run may have: layout, model, batch, sampling, evaluation; and the optimizer."""
+"""The common sections of a run: layout, model, batch, sampling, evaluation, optimizer."""
 
 from __future__ import annotations
 
@@ -52,11 +52,7 @@ class ParallelConfig:
 
 
 def data_parallel_size(config: ParallelConfig, world_size: int) -> int:
-    """Number of data parallel ranks that the world leaves.
-
-    Raises:
-        ValueError: `world_size` does not match tensor × context × pipeline (× data), or leaves an option without effect.
-    """
+    """Return the number of data ranks in a world; ValueError if it does not fit the sizes."""
     model = config.tensor * config.context * config.pipeline
     text = f"parallel.tensor {config.tensor} × context {config.context} × pipeline {config.pipeline}"
     if config.data is not None and world_size != model * config.data:
@@ -117,7 +113,7 @@ class BatchConfig:
 
     @property
     def sequences(self) -> int:
-        """Number of sequences in a micro-batch that is not filled by tokens."""
+        """Return the sequences of a micro-batch without `tokens`."""
         return 64 if self.micro_batch_size is None else self.micro_batch_size
 
 
@@ -195,7 +191,7 @@ class SamplingConfig:
 
     @property
     def truncation(self) -> Truncation:
-        """The rule that top_k and top_p are."""
+        """Return the truncation by top_k and top_p."""
         return Truncation(self.top_k, self.top_p)
 
 

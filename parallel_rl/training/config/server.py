@@ -1,4 +1,4 @@
-"""The section `rl.server`: where completions come from when the trainer does not draw them itself."""
+"""The section `rl.server`: servers that sample completions."""
 
 from __future__ import annotations
 
@@ -12,24 +12,23 @@ from parallel_rl.servers.weights import EngineName
 
 @dataclass(frozen=True, kw_only=True)
 class ServerConfig(CompletionServerConfig):
-    """Servers that draw the samples, see `CompletionServerConfig`; `concurrency` is that of each data rank.
+    """Servers that sample completions, see `CompletionServerConfig`; `concurrency` is per data rank.
 
-    A policy's version is the number of optimizer steps behind it since RL began. A server tells its own in weight_version, or
-    is taken to have what was last sent to it, 0 before that. A sample's staleness is the trainer's version minus that; it is
-    recorded, and `importance` or `rejection` of the loss correct for it by generation_logprobs.
+    A policy's version counts its optimizer steps since RL began. A server reports it in weight_version; otherwise it is the
+    last version sent, or 0. A sample's staleness is the trainer's version minus its own; the loss's `importance` or
+    `rejection` corrects for it by generation_logprobs.
 
     Attributes:
-        ahead: steps whose samples are asked for before their turn, while others are trained on.
-        max_staleness: samples whose policy lies more optimizer steps than this away count in the advantages of their group, and
-            are masked in the loss; None: all are trained on.
-        max_mismatch: the mean |log ratio| between a server and the trainer (TRL's sampling_logp_difference) over the tokens of
-            samples with staleness 0 is at most this, or the run ends: beyond it the server has other weights. What precision
-            leaves is below 0.1. With prev_logprobs = "generation" the first step of each start alone is looked at, by a forward
-            more. None: samples may be of any policy.
-        update: the engine whose servers get the trainer's weights: a Hugging Face folder for each version in run.dir/policy,
-            the newest two of which stay. What was asked for before is awaited first, so that a sample is of one policy.
-            Evaluations then go through the servers, too. None: the servers have weights of their own.
-        update_every: steps from one update to the next; an evaluation sends the weights in any case.
+        ahead: steps whose samples are requested in advance, while others are trained on.
+        max_staleness: samples more optimizer steps old than this are masked in the loss but count in their group's advantages;
+            null: train on all.
+        max_mismatch: bound on the mean |log ratio| between a server and the trainer (TRL's sampling_logp_difference) over
+            tokens with staleness 0; above it the run ends, as the weights differ. Precision alone stays below 0.1. With
+            prev_logprobs = "generation" only the first step of each start is checked. null: any policy may sample.
+        update: the servers' engine, to send them the trainer's weights: a Hugging Face folder per version in run.dir/policy,
+            the newest two of which stay. Requests in flight finish first, so that a sample has one policy. Evaluations then
+            use the servers, too. null: servers keep their own weights.
+        update_every: steps between updates; evaluations always send the weights.
     """
 
     ahead: int = 0

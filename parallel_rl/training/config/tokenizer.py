@@ -54,11 +54,7 @@ class TokenizerConfig:
                 raise ValueError(f"variables.{name} is not valid: the trainer gives a template its {name!r} itself")
 
     def build(self) -> Tokenizer:
-        """The tokenizer, ready for use.
-
-        Raises:
-            ValueError: an alphabet that is not known yet, see `settle_alphabet`; a folder that is no tokenizer's.
-        """
+        """Make the tokenizer; ValueError for an unsettled alphabet or a folder without a tokenizer."""
         if self.hf is None:
             assert self.alphabet is not None
             if self.alphabet == AUTO:
@@ -73,6 +69,6 @@ class TokenizerConfig:
 
     @property
     def identity(self) -> Mapping[str, str | None]:
-        """The vocabulary that a model's weights depend on, for a checkpoint."""
+        """Identify the vocabulary that a model's weights depend on, for a checkpoint."""
         tokens = None if self.hf is None else f"tokenizer.json with the SHA-256 {fingerprint(Path(self.hf))}"
         return {"tokenizer.alphabet": self.alphabet, "tokenizer.hf": tokens}

@@ -1,4 +1,4 @@
-"""The configuration of a run: frozen dataclasses, checked before any work."""
+"""The config of a run: frozen dataclasses, checked before any work."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ OBJECTIVES = ("rl", "preference", "sft", "distillation")
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """A whole run: a supervised warm-up (optional), then one of `rl`, `preference`, `sft` and `distillation`.
+    """A whole run: an optional supervised warm-up, then one of `rl`, `preference`, `sft`, `distillation`.
 
     run: folder, seed, precision and checkpoints.
     tokenizer: characters, or a Hugging Face folder.
@@ -83,37 +83,36 @@ class TrainConfig:
 
     @property
     def objective(self) -> str:
-        """The name of the main section: rl, preference, sft or distillation."""
+        """Name the main section: rl, preference, sft or distillation."""
         return next(name for name in OBJECTIVES if getattr(self, name) is not None)
 
     @property
     def rewards(self) -> Mapping[str | None, str | HTTPRewardConfig]:
-        """The reward of each source; of all prompts by the key None."""
+        """Map each source to its reward; None: of all prompts."""
         if isinstance(self.reward, dict):
             return {source: named_reward(reward) for source, reward in self.reward.items()}
         return {None: self.reward}
 
     @property
     def scalar_head(self) -> bool:
-        """Whether the trained model gives one number a position in place of logits: a reward model."""
+        """Return whether the trained model is a reward model, with one number per position."""
         return self.preference is not None and self.preference.loss.requirements.reads == "scalar"
 
     @property
     def teacher(self) -> str | None:
-        """The checkpoint of a frozen teacher."""
         if self.rl is not None:
             return self.rl.teacher
         return None if self.distillation is None else self.distillation.teacher
 
     @property
     def server(self) -> ServerConfig | None:
-        """The servers that draw the policy's completions in the main phase."""
+        """Return the servers that sample the policy's completions in the main phase."""
         if self.rl is not None:
             return self.rl.server
         return None if self.distillation is None else self.distillation.server
 
     def own_fields(self, source: str) -> tuple[Field, ...]:
-        """The user's own fields in the records of a source, for the losses that declare them."""
+        """List the user's fields in the records of a source, for the losses that declare them."""
         if source not in ("examples", "rollouts"):
             return ()
         fields = {one.name: one for loss in self._losses_on(source) for one in own_fields(loss)}
@@ -121,24 +120,24 @@ class TrainConfig:
 
     @property
     def unknown_sources(self) -> tuple[str, ...]:
-        """Sources whose records may have fields of a loss that this process does not import."""
+        """List sources whose records may have fields of a loss that this process does not import."""
         sources = ("examples", "solutions", "rollouts")
         return tuple(source for source in sources if any(map(has_unknown_fields, self._losses_on(source))))
 
     def _losses_on(self, source: str) -> list[LossConfig]:
-        """List the losses that may read fields of their own from the records of a source, if it is given."""
+        """List the losses that may read extra fields from the records of a source, if it is set."""
         sections = {"examples": (self.warmup, self.sft), "solutions": (self.sft,), "rollouts": (self.rl,)}[source]
         if getattr(self.data, source) is None:
             return []
         return [section.loss for section in sections if section is not None]
 
     def policy_version(self, step: int) -> int:
-        """Optimizer steps of the policy before step `step` of the main phase."""
+        """Count the policy's optimizer steps before step `step` of the main phase."""
         return step if self.rl is None else self.rl.policy_version(step)
 
     @property
     def needs_reference(self) -> bool:
-        """Whether a frozen copy is kept of the policy that the main phase begins with."""
+        """Return whether a frozen copy of the main phase's first policy is kept."""
         if self.rl is not None:
             return self.rl.needs_reference
         return self.preference is not None and "reference_policy_logprobs" in self.preference.loss.requirements.names
@@ -181,7 +180,7 @@ class TrainConfig:
             if needed and value is None:
                 raise ValueError(f"data.{name} is missing; {why} needs it")
             if value is not None and not needed and not (name == "rollouts" and rl is not None):
-                # a file that is not read would leave its author with wrong beliefs
+                # an unread file would mislead its author
                 raise ValueError(f"data.{name} = {value!r} would not be read; only {why} needs it")
 
     def _check_rl(self) -> None:
@@ -280,7 +279,7 @@ class TrainConfig:
             )
 
     def _check_experts(self) -> None:
-        """Refuse what gives data ranks unequal numbers of forwards: under expert parallelism they call the experts together."""
+        """Refuse options with unequal forwards per data rank, which expert parallelism cannot run."""
         experts = self.parallel.expert
         if experts == 1:
             return

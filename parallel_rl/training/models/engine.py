@@ -1,4 +1,4 @@
-"""The models of a run in their layout: the trained one, a critic, a frozen one."""
+"""Models of a run in their layout: trained, critic, frozen."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from parallel_rl.vocab.backends.torch_backend import math_dtype
 
 @dataclass(frozen=True)
 class Engine:
-    """This rank's part of the trained model and of its layout; `model` is wrapped, `bare` is the GPTModel inside."""
+    """This rank's part of a model and its layout; `model` is wrapped, `bare` is the GPTModel inside."""
 
     config: TrainConfig
     groups: ParallelGroups
@@ -58,25 +58,23 @@ class Engine:
 
     @property
     def replica_groups(self) -> tuple[dist.ProcessGroup, ...]:
-        """The groups whose ranks hold the same sequences: tensor, context and pipeline."""
+        """List the groups whose ranks hold the same sequences: tensor, context and pipeline."""
         tensor, context = self.groups.tensor, self.groups.context
         assert tensor is not None and context is not None
         return tensor, context, parallel_state.get_pipeline_model_parallel_group()
 
     @property
     def float_dtype(self) -> torch.dtype:
-        """The dtype of masks, advantages and log-probs: float64 for a float64 model, else float32."""
+        """Return the dtype of masks, advantages and log-probs: float64 for a float64 model, else float32."""
         return math_dtype(DTYPES[self.config.run.dtype])
 
 
 def start_world(config: TrainConfig) -> None:
-    """Joins torchrun's world, or makes a world of one.
-
-    See `job_backend` for what its ranks communicate through.
+    """Join torchrun's world, or make a world of one; see `job_backend`.
 
     Raises:
-        ValueError: the world's size does not match the config; `job_backend` refuses this machine; a layout that gloo cannot
-            run, before anything communicates; ranks that were given different configs or tokenizers, on all of them.
+        ValueError: before any communication: a world of the wrong size, an unusable machine, a layout that gloo cannot run.
+            On all ranks: different configs or tokenizers.
     """
     inside, sizes = dist.is_initialized(), config.parallel
     data_parallel_size(sizes, dist.get_world_size() if inside else int(os.environ.get("WORLD_SIZE", "1")))
@@ -98,7 +96,7 @@ def start_world(config: TrainConfig) -> None:
 
 
 def end_world() -> None:
-    """Destroys all process groups and their threads, once nothing else refers to them."""
+    """Destroy all process groups and their threads."""
     destroy()
     gc.collect()  # some models are in cycles
     if dist.is_initialized():
@@ -106,7 +104,7 @@ def end_world() -> None:
 
 
 def _check_gloo(sizes: ParallelConfig) -> None:
-    """Refuse a layout that fails in the first step over gloo, when data and weights were read."""
+    """Refuse a layout that would fail over gloo in its first step."""
     shared = sizes.tensor if sizes.expert_tensor is None else sizes.expert_tensor
     if sizes.expert > 1 and shared > 1:
         raise ValueError(
@@ -141,9 +139,9 @@ def start_groups(sizes: ParallelConfig, seed: int, timeout: float) -> None:
 
 
 def build_engine(config: TrainConfig, tokenizer: Vocabulary, max_length: int) -> Engine:
-    """The model for a tokenizer's vocabulary, wrapped in Megatron's data parallelism, with weights drawn by the seed alone.
+    """Build the model in Megatron's data parallelism; its weights depend on the seed alone.
 
-    With `model.hf` nothing is drawn: the weights come from its folder, see `load_first_weights`, or from a checkpoint.
+    With `model.hf` weights are not initialised, but loaded by `load_first_weights` or from a checkpoint.
     """
     start_groups(config.parallel, config.run.seed, config.run.timeout)
     vocabulary = config.model.vocabulary(tokenizer)
@@ -152,14 +150,14 @@ def build_engine(config: TrainConfig, tokenizer: Vocabulary, max_length: int) ->
 
 
 def build_frozen(config: TrainConfig, vocabulary: Vocabulary) -> GPTModel:
-    """The model of a run alone, which waits for a checkpoint's weights and never trains."""
+    """Build a model that never trains, for a checkpoint's weights."""
     start_groups(config.parallel, config.run.seed, config.run.timeout)
     model = _build(config, vocabulary.size, config.model.max_positions, config.scalar_head, draw=False)
     return model.requires_grad_(False)
 
 
 def freeze_copy(engine: Engine) -> torch.nn.Module:
-    """A second model with the present weights, which never trains: the reference policy."""
+    """Copy the present weights to a second model that never trains: the reference policy."""
     copy = _build(engine.config, engine.vocab_size, engine.max_length, engine.config.scalar_head, draw=False)
     with torch.no_grad():
         for target, source in zip(copy.parameters(), engine.bare.parameters(), strict=True):
@@ -168,21 +166,17 @@ def freeze_copy(engine: Engine) -> torch.nn.Module:
 
 
 def load_first_weights(engine: Engine) -> None:
-    """Load the weights of the folder `model.hf`, if the run has one.
+    """Load the weights of the folder `model.hf`, if set.
 
     Raises:
-        ValueError: it is not whole, or not of the sizes that its config.json says; on all ranks.
+        ValueError: the folder is incomplete or contradicts its config.json; on all ranks.
     """
     if engine.config.model.hf is not None:
         fill_hf([engine.model], engine.config.model.hf)
 
 
 def load_frozen(engine: Engine, folder: str) -> torch.nn.Module:
-    """A model of its own sizes from a Hugging Face folder, which never trains: a teacher.
-
-    Raises:
-        ValueError: `load_hf` refuses it; on all ranks.
-    """
+    """Load a teacher, frozen and of its own sizes, from a Hugging Face folder; ValueErrors of `load_hf`."""
     config = engine.config
     [model] = load_hf(
         folder,
@@ -194,14 +188,14 @@ def load_frozen(engine: Engine, folder: str) -> torch.nn.Module:
 
 
 def build_critic(engine: Engine) -> Engine:
-    """A second model to train, with a scalar head on a copy of the policy's present trunk."""
+    """Build a critic: a scalar head on a copy of the policy's present trunk."""
     critic = _build(engine.config, engine.vocab_size, engine.max_length, scalar_head=True, draw=False)
     copy_trunk(engine.bare, critic)
     return replace(engine, model=_wrap(engine.config, critic))
 
 
 def build_optimizer(engine: Engine, config: OptimizerConfig) -> MegatronOptimizer:
-    """Megatron's AdamW with fresh moments; clipping and the learning rate are `train_step`'s."""
+    """Build Megatron's AdamW with fresh moments; `train_step` clips and sets the learning rate."""
     settings = MegatronOptimizerConfig(
         optimizer="adam",
         lr=config.lr,
@@ -219,15 +213,14 @@ def build_optimizer(engine: Engine, config: OptimizerConfig) -> MegatronOptimize
 
 
 def adam_package(dtype: torch.dtype) -> str:
-    """The package whose Adam `build_optimizer` takes: "transformer_engine", "apex" or "torch"."""
+    """Name the package of `build_optimizer`'s Adam: "transformer_engine", "apex" or "torch"."""
     return "torch" if dtype == torch.float64 else str(megatron_optimizer.Adam.__module__).partition(".")[0]
 
 
 @contextlib.contextmanager
 def _adam_for(dtype: torch.dtype) -> Iterator[None]:
-    """Lets Megatron make torch's AdamW for float64, as it does where no fused Adam is installed."""
-    # Transformer Engine's Adam raises for float64 in its first step. Else the two are one: decay apart from the gradient,
-    # epsilon added to the root of the corrected second moment.
+    # Transformer Engine's Adam raises for float64; otherwise the two are equal: decoupled decay,
+    # epsilon added to the root of the corrected second moment
     before = megatron_optimizer.USING_PYTORCH_OPTIMIZER
     megatron_optimizer.USING_PYTORCH_OPTIMIZER = before or dtype == torch.float64
     try:
@@ -237,7 +230,7 @@ def _adam_for(dtype: torch.dtype) -> Iterator[None]:
 
 
 def _wrap(config: TrainConfig, model: GPTModel) -> DistributedDataParallel:
-    """Megatron's data parallelism, with gradients in float32 at least."""
+    """Wrap a model in Megatron's data parallelism, with gradients in float32 at least."""
     settings = DistributedDataParallelConfig(
         grad_reduce_in_fp32=DTYPES[config.run.dtype].itemsize < 4,
         overlap_grad_reduce=config.parallel.overlap_grad_reduce,

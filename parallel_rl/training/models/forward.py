@@ -1,4 +1,4 @@
-"""Forward passes without gradient, and the fused LM head for as long as it is needed."""
+"""Forward passes without gradient, and the fused LM head."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ResultT = TypeVar("ResultT")
 
 @contextlib.contextmanager
 def fused_head(engine: Engine, model: torch.nn.Module) -> Iterator[FusedHead | None]:
-    """Inside, the model gives hidden states where `model.fused_head` asks for it; yields what makes losses' input of them."""
+    """Return hidden states in a `with` block if `model.fused_head`; yields the losses' adapter."""
     bare = unwrap(model)
     if not engine.config.model.fused_head or (bare.post_process and isinstance(bare.output_layer, ScalarHead)):
         yield None

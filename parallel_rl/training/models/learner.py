@@ -1,4 +1,4 @@
-"""A model in training, the policy or a critic: rows to micro-batches, scores of them, and optimizer steps."""
+"""A trained policy or critic: micro-batches of rows, their scores, and optimizer steps."""
 
 from __future__ import annotations
 
@@ -42,11 +42,11 @@ class Learner:
     """A model, its loss and its optimizer in one phase of a run.
 
     Attributes:
-        loss_fn: of the phase; it may keep a state.
-        config: of the optimizer and its learning rate.
-        updates: optimizer steps of the whole phase, over which the learning rate is scheduled.
-        skips: those that were left out, see `OptimizerConfig.on_nonfinite`.
-        dump: of one of them, if it is asked for.
+        loss_fn: of the phase, perhaps stateful.
+        config: optimizer and learning rate.
+        updates: optimizer steps of the phase, over which the rate is scheduled.
+        skips: skipped optimizer steps, see `OptimizerConfig.on_nonfinite`.
+        dump: of one optimizer step, if requested.
     """
 
     engine: Engine
@@ -59,27 +59,26 @@ class Learner:
 
     @classmethod
     def start(cls, engine: Engine, loss_fn: LossFn, config: OptimizerConfig, updates: int) -> Learner:
-        """A learner with fresh moments, and master weights copied from the model's present ones."""
         return cls(engine, build_optimizer(engine, config), loss_fn, config, updates)
 
     @property
     def capacity(self) -> Capacity | None:
-        """The capacity of a micro-batch, if `batch.tokens` is set."""
+        """Return the capacity of a micro-batch, if `batch.tokens` is set."""
         return Capacity.of_config(self.engine.config.batch, self.engine.config.parallel)
 
     def balance(
         self, rows: SamplesT, parts: int = 1, together: int = 1, beside: Sequence[Samples] = ()
     ) -> tuple[SamplesT, list[int]]:
-        """Rebalance rows across data ranks if `batch.tokens` is set (see `balance`); otherwise return them unchanged.
+        """Rebalance rows over data ranks if `batch.tokens` is set (see `balance`); else leave them.
 
         Args:
-            rows: equal parts, one for each optimizer step.
-            parts: how many.
-            together: rows that stay on one rank and in one micro-batch.
-            beside: rows that this rank trains on beside them in each part.
+            rows: equal parts, one per optimizer step.
+            parts: number of parts.
+            together: adjacent rows that stay on one rank and in one micro-batch.
+            beside: this rank's extra rows in each part.
 
         Returns:
-            the rows, part after part, and how many there are in each.
+            the rows, part after part, and the number in each.
         """
         if self.capacity is None:
             return rows, [len(rows) // parts] * parts
@@ -91,11 +90,11 @@ class Learner:
         return balance(rows, self.capacity, group, device, **options, loads=loads, weights=weights)
 
     def batches(self, rows: Samples, together: int = 1) -> list[MicroBatch]:
-        """The micro-batches of one optimizer step; if `batch.tokens` is set, `together` rows stay in one."""
+        """Make the micro-batches of an optimizer step; under `batch.tokens`, `together` rows stay in one."""
         return self._batches(rows, together, self.loss_fn.scored)
 
     def _batches(self, rows: Samples, together: int = 1, scored: Scored | None = None) -> list[MicroBatch]:
-        """Make micro-batches; `scored` finds the tokens [B, S] that are read beside those of token_mask."""
+        """Make micro-batches; `scored` marks tokens [B, S] read in addition to those of token_mask."""
         config, sizes, capacity = self.engine.config, self.engine.config.parallel, self.capacity
         unit = width_unit(tensor=sizes.tensor, context=sizes.context, sequence_parallel=sizes.sequence_parallel)
         packing, device = config.batch.packing, self.engine.device
@@ -113,10 +112,10 @@ class Learner:
         return micro_batches(rows, bins, packing=packing, unit=unit, device=device, row_unit=row_unit)
 
     def update(self, batches: Sequence[MicroBatch], done: int) -> StepResult:
-        """One optimizer step on this data rank's micro-batches, after `done` of this phase's `updates`.
+        """Make one optimizer step on this data rank's micro-batches, after `done` of the phase's `updates`.
 
         Raises:
-            ValueError: a gradient norm that is not finite or a spike, and the config does not leave such a step out.
+            ValueError: a gradient norm that is not finite or a spike, unless the config skips such steps.
         """
         rate, clip, spike = learning_rate(self.config, done, self.updates), self.config.clip, self.config.spike
         loss_fn, dump = self.loss_fn, self.dump
@@ -144,26 +143,26 @@ class Learner:
         truncation: Truncation = KEEP_ALL,
         together: int = 1,
     ) -> Tensor:
-        """[N, S] log-probs of this data rank's rows under the model, or under a frozen one of the same shape.
+        """Score this data rank's rows, [N, S] log-probs, under the model or a frozen one of the same shape.
 
-        They are computed in the micro-batches that `batches` makes with `together`, so that equal models give equal bits.
+        The micro-batches are those of `batches` with `together`, so equal models give equal bits.
         """
         scored = self.engine.model if model is None else model
         score = partial(token_scores_of, self.engine, scored, temperature=temperature, truncation=truncation)
         return self._score(rows, score, together)[0]
 
     def log_probs_and_squares(self, rows: Samples, *, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
-        """[N, S] log-probs of this data rank's rows under the model, and Σ_v π_v² of its distributions, in one pass."""
+        """Score rows in one pass: [N, S] log-probs, and Σ_v π_v² of the distributions."""
         score = partial(token_scores_of, self.engine, self.engine.model, temperature=temperature, sum_pi_squared=True)
         logprobs, squares = self._score(rows, score)
         return logprobs, squares
 
     def values(self, rows: Samples) -> Tensor:
-        """[N, S] values of this data rank's rows, if the model has a scalar head."""
+        """Score this data rank's rows by the scalar head, [N, S]."""
         return self._score(rows, partial(values, self.engine), scored=every_token)[0]
 
     def _fill_metrics(self, batches: Sequence[MicroBatch]) -> StepMetrics:
-        """Metrics of how full micro-batches and how uneven data ranks are (`batch.tokens`), and of what prefix trees save."""
+        """Measure micro-batches' fill, data ranks' imbalance (`batch.tokens`), and prefix trees' savings."""
         shares = self.engine.config.batch.share_prefixes
         if self.capacity is None and not shares:
             return {}
@@ -190,7 +189,7 @@ class Learner:
         together: int = 1,
         scored: Scored | None = None,
     ) -> Tensor:
-        """[K, N, S] from a score that gives [K, B, S] of each micro-batch, or [B, S]."""
+        """Compute [K, N, S] from a score of micro-batches, [K, B, S] or [B, S]."""
         batches = self._batches(rows, together, scored)
         found = score(batches)
         count = found[0].shape[0] if found and found[0].dim() == 3 else 1
@@ -202,19 +201,19 @@ class Learner:
 
 
 def build_loss(engine: Engine, config: LossConfig, sampling: SamplingConfig | None = None) -> LossFn:
-    """The loss on a model's output; with `sampling` on the policy that samples, with its temperature and truncation."""
+    """Build the loss; `sampling` adds the policy's temperature and truncation."""
     return config.build(
         vocab_size=engine.vocab_size,
         temperature=1.0 if sampling is None else sampling.temperature,
-        consume_logits=not engine.config.model.fused_head,  # a fused head has no logits to give up
+        consume_logits=not engine.config.model.fused_head,  # a fused head has no logits to consume
         truncation=KEEP_ALL if sampling is None else sampling.truncation,
     )
 
 
 def combine_updates(results: Sequence[StepResult]) -> StepMetrics:
-    """The metrics of one step from those of its updates: extrema of extrema, sums of tokens, means of everything else.
+    """Combine the updates' metrics to those of a step: extrema, sums of tokens, means of the rest.
 
-    Updates that were left out are in `tokens` and are counted as `skipped_updates`, if there are any.
+    Skipped updates count in `tokens` and `skipped_updates`.
     """
     combined: StepMetrics = {}
     extrema = {"_min": min, "_max": max}

@@ -8,7 +8,7 @@ from parallel_rl.training.config.sections import OptimizerConfig
 
 
 def learning_rate(config: OptimizerConfig, done: int, total: int) -> float:
-    """The rate after `done` of `total` optimizer steps: a linear rise, then constant or half a cosine down."""
+    """Return the rate after `done` of `total` steps: a linear rise, then constant or half a cosine down."""
     if done < config.warmup_steps:
         return config.lr * (done + 1) / config.warmup_steps
     if config.schedule == "constant":

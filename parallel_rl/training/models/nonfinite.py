@@ -1,4 +1,4 @@
-"""A gradient that is not finite, or that is a spike: where it comes from, and whether the run goes on without the step."""
+"""Nonfinite gradients and spikes: their origin, and whether the run skips the step."""
 
 from __future__ import annotations
 
@@ -20,17 +20,13 @@ _SHOWN = 3  # places in a message
 
 @dataclass
 class Skips:
-    """Optimizer steps that were left out: in all since the process began, and one after the other until now."""
+    """Count of skipped optimizer steps: since the process began, and consecutive now."""
 
     total: int = 0
     in_a_row: int = 0
 
     def judge(self, norm: float, config: OptimizerConfig, where: str) -> None:
-        """Count one more.
-
-        Raises:
-            ValueError: the config allows none, or this is one too many.
-        """
+        """Count one more; ValueError if the config allows none, or this is one too many."""
         text = f"the gradient norm is {norm:g}{where}"
         if config.on_nonfinite == "error":
             raise ValueError(
@@ -46,10 +42,7 @@ class Skips:
 
 
 def where_nonfinite(engine: Engine, loss_fn: LossFn, batches: Sequence[MicroBatch]) -> str:
-    """The micro-batches and rows whose data or scores under the model are not finite, as text; on all ranks.
-
-    It costs a forward of all micro-batches.
-    """
+    """Describe the micro-batches and rows with nonfinite data or scores; a forward over all, on all ranks."""
     if loss_fn.requirements.reads == "scalar":
         name, scores = "values", values(engine, batches)
     else:
@@ -74,7 +67,7 @@ def where_nonfinite(engine: Engine, loss_fn: LossFn, batches: Sequence[MicroBatc
 
 
 def _rows(x: Tensor, batch: MicroBatch) -> list[int]:
-    """The rows of a [B] or [B, S] tensor with something that is not finite where it counts, by their place in the step."""
+    """List the rows, by place in the step, of a [B] or [B, S] tensor with nonfinite counted values."""
     if x.dim() not in (1, 2) or x.shape[0] != len(batch.indices):
         return []
     bad, mask = ~x.isfinite(), batch.data["token_mask"].bool()

@@ -29,12 +29,9 @@ def token_scores_of(
     *,
     sum_pi_squared: bool = False,
 ) -> list[Tensor]:
-    """Token-aligned scores of every micro-batch under `model`, [1, B, S] log-probs, whole on every rank.
+    """Compute token-aligned log-probs [1, B, S] of each micro-batch under `model`, whole on every rank.
 
-    0 for a token that carries no loss, −inf for one that the truncation does not keep.
-
-    Args:
-        sum_pi_squared: [2, B, S], Σ_v π_v² behind the log-probs.
+    Tokens without loss are 0, tokens outside the truncation −inf. `sum_pi_squared` adds Σ_v π_v²: [2, B, S].
     """
 
     def collect(logits: Tensor, index: int) -> Tensor:
@@ -62,7 +59,7 @@ def token_scores_of(
 
 
 def values(critic: Engine, batches: Sequence[MicroBatch]) -> list[Tensor]:
-    """[B, S] each, whole on every rank: column t is the value before token t, the head's output one position earlier."""
+    """Compute values [B, S], whole on every rank; column t is the value before token t."""
 
     def collect(output: Tensor, index: int) -> Tensor:
         layout = batches[index].input.layout
@@ -73,9 +70,9 @@ def values(critic: Engine, batches: Sequence[MicroBatch]) -> list[Tensor]:
 
 
 def with_teacher_logits(engine: Engine, teacher: torch.nn.Module, batches: Sequence[MicroBatch]) -> list[MicroBatch]:
-    """The micro-batches with the teacher's logits of this rank's tokens and columns, or with a fused head its hidden states.
+    """Add the teacher's logits of this rank's tokens and columns, or a fused head's hidden states.
 
-    They are as they were on all stages but the last.
+    Only the last stage's micro-batches change.
     """
     with fused_head(engine, teacher) as head:
 
@@ -91,7 +88,7 @@ def with_teacher_logits(engine: Engine, teacher: torch.nn.Module, batches: Seque
 def with_teacher_topk(
     engine: Engine, teacher: torch.nn.Module, batches: Sequence[MicroBatch], k: int, temperature: float
 ) -> list[MicroBatch]:
-    """The micro-batches with the teacher's k likeliest words of each token, whole on every rank, see `teacher_topk`."""
+    """Add the teacher's k most likely tokens at each position, whole on every rank, see `teacher_topk`."""
     groups = engine.groups
 
     def collect(output: Tensor, index: int) -> dict[str, Tensor]:
@@ -116,7 +113,7 @@ def with_teacher_topk(
 def _shared(
     engine: Engine, batches: Sequence[MicroBatch], outputs: list[Tensor] | None, leading: tuple[int, ...] = ()
 ) -> list[Tensor]:
-    """The last stage's [..., B, S] tensors on every stage; `leading` are the dimensions before."""
+    """Broadcast the last stage's [..., B, S] tensors; `leading` are the dimensions before."""
     values = outputs if outputs is not None else [None] * len(batches)
     shapes = [torch.Size((*leading, *batch.data["input_ids"].shape)) for batch in batches]
     return [

@@ -1,4 +1,4 @@
-"""`--dump-step N`: one optimizer step of the main phase's policy, in files for `parallel-rl explain`."""
+"""`--dump-step N`: files of one optimizer step of the main phase's policy, for `parallel-rl explain`."""
 
 from __future__ import annotations
 
@@ -20,10 +20,8 @@ class StepDump:
     """Optimizer step to dump, and its destination.
 
     Attributes:
-        number: of the step, the first is 1.
-        folder: of the dump.
-        title: of the step.
-        text_of_token: the text of one token id.
+        number: of the step, from 1.
+        text_of_token: decodes one token id.
         pipeline: stages of the run's pipeline.
     """
 
@@ -37,7 +35,7 @@ class StepDump:
     def of(
         cls, config: TrainConfig, phase: str, number: int | None, decode: Callable[[list[int]], str]
     ) -> StepDump | None:
-        """The dump of a run's optimizer step, in its folder; None where none is asked for."""
+        """Make the dump of a run's optimizer step, in its folder; None if none is requested."""
         if number is None:
             return None
         run, name = Path(config.run.dir), f"{phase} step {number}"
@@ -46,7 +44,7 @@ class StepDump:
 
     @contextmanager
     def around(self, loss_fn: LossFunction, done: int, groups: ParallelGroups) -> Iterator[LossFunction]:
-        """The loss for the step after `done` ones; a dump that cannot be written is a line on stderr, and the run goes on."""
+        """Wrap the loss of the step after `done` ones; a failed dump is reported on stderr only."""
         if done + 1 != self.number:
             yield loss_fn
             return
@@ -59,5 +57,5 @@ class StepDump:
 
 
 def _text(decode: Callable[[list[int]], str], token: int) -> str:
-    """The text of a token inside of others: some tokenizers leave out the space before the first."""
+    """Decode a token inside others: some tokenizers drop the space before the first."""
     return decode([token, token])[len(decode([token])) :]

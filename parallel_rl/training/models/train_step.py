@@ -1,4 +1,4 @@
-"""One optimizer step: gradients of the global loss over all micro-batches, their norm, clipping, AdamW."""
+"""One optimizer step: gradients of the global loss over all micro-batches, norm, clipping, AdamW."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ StepMetrics = dict[str, float]
 
 @dataclass(frozen=True)
 class StepResult:
-    """Report of one optimizer step, equal on every rank; of one that was left out it has no metrics."""
+    """Report of an optimizer step, equal on every rank; a skipped one has no metrics."""
 
     metrics: dict[str, float]
     grad_norm: float
@@ -39,10 +39,10 @@ def train_step(
     clip: float | None,
     spike: float | None = None,
 ) -> StepResult:
-    """One optimizer step on this data rank's micro-batches: gradients of the global loss, their norm, clip, AdamW.
+    """Make one optimizer step on this data rank's micro-batches.
 
-    A loss that `needs_collect` sees all micro-batches once before, without gradient. A norm that is not finite, or above
-    `spike`, leaves the weights as they are: a step would ruin them and the next checkpoint.
+    A loss that `needs_collect` first reads all micro-batches without gradient. A norm that is not finite or above `spike`
+    leaves the weights unchanged.
     """
     engine.model.zero_grad_buffer()
     optimizer.zero_grad()
@@ -51,7 +51,7 @@ def train_step(
             engine.model, loss_fn, batches, head=head, groups=engine.groups, before_forward=partial(tick, "training")
         )
     norm = grad_norm([engine.model])
-    size = float(norm)  # the same on every rank
+    size = float(norm)  # equal on every rank
     if not math.isfinite(size) or (spike is not None and size > spike):
         return StepResult({}, size, int(report.counts.toks), skipped=True)
     if clip is not None:

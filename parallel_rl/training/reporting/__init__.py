@@ -1,4 +1,1 @@
-"""Reports of a run for people: the table of metrics, metrics.jsonl, TensorBoard, curves.
-
-It holds no state that a run needs to continue.
-"""
+"""Reports of a run for people: table of metrics, metrics.jsonl, TensorBoard, curves; no state."""

@@ -1,4 +1,4 @@
-"""config.yaml of a run's folder, and beside it, by number, those of the starts before that had others."""
+"""config.yaml of a run's folder, and the numbered configs of earlier starts that differ."""
 
 from __future__ import annotations
 
@@ -13,14 +13,13 @@ from parallel_rl.config.yaml_files import parsed
 from parallel_rl.training.reporting.run_log import write_whole
 
 _NAME = re.compile(r"config\.([1-9]\d{0,8})\.yaml")
-_HEAD = "# of the starts before "  # by which a kept one is known from a file of the user's
+_HEAD = "# of the starts before "  # distinguishes a kept one from a user's file
 _SHOWN = 40  # differences
 _ABSENT = object()
 
 
 def write_config(folder: Path, config: Mapping[str, object], *, starts_over: bool = False) -> list[str]:
-    """Write `config` to config.yaml. Where another one stands there, keep that as config.<number>.yaml, the next free number,
-    and return a line on each difference; a run that `starts_over` replaces it without a word.
+    """Write config.yaml; keep a different older one as config.<number>.yaml, and list the changes.
 
     >>> import tempfile
     >>> folder = Path(tempfile.mkdtemp())
@@ -44,7 +43,7 @@ def write_config(folder: Path, config: Mapping[str, object], *, starts_over: boo
 
 
 def remove_configs(folder: Path) -> None:
-    """Remove what `write_config` kept, for a run that starts over."""
+    """Remove the configs that `write_config` kept."""
     for path in _kept(folder):
         path.unlink()
 
@@ -59,7 +58,7 @@ def _differences(before: str, after: str) -> list[str]:
 
 
 def _changes(key: str, old: object, new: object) -> Iterator[tuple[str, object, object]]:
-    """(dotted key, old value, new value) of what differs, in the new one's order."""
+    """List (dotted key, old value, new value) of changes, in the new config's order."""
     if isinstance(old, Mapping) and isinstance(new, Mapping):
         for name in dict.fromkeys([*new, *old]):
             below = f"{key}.{name}" if key else str(name)

@@ -1,4 +1,4 @@
-"""A picture of a run's curves."""
+"""Picture of a run's curves."""
 
 from __future__ import annotations
 
@@ -19,15 +19,9 @@ _PANELS: tuple[tuple[str, tuple[str, ...]], ...] = (
 
 
 def draw_curves(rows: Sequence[Row], path: Path, title: str, held_out_before: float | None = None) -> bool:
-    """Draws the main phase's curves over its steps into a PNG; `held_out_before` is the held-out reward at its step 0.
+    """Draw the main phase's curves into a PNG, atomically; `held_out_before` is the reward at step 0.
 
-    The picture that stands there is replaced once the new one is whole, so that one may look at it while the run goes on.
-
-    Raises:
-        OSError: it could not be written; the picture is as it was.
-
-    Returns:
-        False where matplotlib is missing or there is nothing to draw; nothing is written then.
+    Returns False, writing nothing, without matplotlib or data. OSError if it could not be written.
     """
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg

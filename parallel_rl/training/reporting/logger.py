@@ -1,4 +1,4 @@
-"""The protocol of a logger, and their registry."""
+"""Protocol of a logger, and registry."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ Row = Mapping[str, float | int | str]
 
 
 class Logger(Protocol):
-    """Takes what a run reports, on the first rank only; its methods may raise."""
+    """Receives a run's reports, on the first rank only; its methods may raise."""
 
     def log(self, phase: str, step: int, row: Row) -> None:
-        """The metrics of a step; steps count from 1 in each phase. After a restart steps may come again."""
+        """Log the metrics of a step, from 1 in each phase; after a restart steps may repeat."""
 
     def text(self, phase: str, step: int, title: str, text: str) -> None:
-        """A text of several lines, such as samples of an evaluation; step 0 is before the first."""
+        """Log a text of several lines, such as samples of an evaluation; step 0 is before the first."""
 
     def close(self) -> None:
-        """The run ends."""
+        """End the run's log."""
 
 
 @dataclass(frozen=True)
 class RunInfo:
-    """Facts that a logger is given at its creation.
+    """Facts for a new logger.
 
     Attributes:
         folder: of the run.
-        config: all of it, as plain values.
-        done: steps per phase of the checkpoint that the run continues from; None for a new run.
+        config: the whole config, as plain values.
+        done: steps per phase of the checkpoint that the run resumes from; None for a new run.
     """
 
     folder: Path
@@ -39,7 +39,7 @@ class RunInfo:
     done: Mapping[str, int] | None = None
 
     def run_id(self, logger: str, make: Callable[[], str]) -> str:
-        """The id that a logger gave this run when it began, or a new one: a run that goes on stays one run there, too."""
+        """Return a logger's id of this run, or make one; a resumed run keeps it."""
         path = self.folder / "loggers.json"
         known = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
         if self.done is None or logger not in known:
@@ -50,7 +50,7 @@ class RunInfo:
 
 @dataclass(frozen=True)
 class Registered:
-    """A logger's maker, and the package that it needs."""
+    """Factory of a logger, and the package it needs."""
 
     make: Callable[[RunInfo], Logger]
     package: str | None
@@ -62,7 +62,7 @@ _LOGGERS: dict[str, Registered] = {}
 def register_logger(
     name: str, *, package: str | None = None
 ) -> Callable[[Callable[[RunInfo], Logger]], Callable[[RunInfo], Logger]]:
-    """Decorator: makes a class or function from a run's `RunInfo` to a `Logger` known by a name for `run.loggers`.
+    """Register a maker of a `Logger` from a `RunInfo`, by its name in `run.loggers`; a decorator.
 
     A module that does so is imported by `parallel-rl train --import MODULE`.
 
@@ -94,5 +94,4 @@ def register_logger(
 
 
 def registered() -> Mapping[str, Registered]:
-    """Every logger by its name."""
     return _LOGGERS

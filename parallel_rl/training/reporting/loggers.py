@@ -1,4 +1,4 @@
-"""The loggers of a run: one that fails costs a warning, never the run."""
+"""Loggers of a run; a failing one costs a warning, never the run."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from parallel_rl.training.reporting.trackers import NAMES
 
 
 def check_loggers(names: Sequence[str]) -> None:
-    """Refuses loggers that could not be made.
+    """Refuse loggers that could not be made.
 
     Raises:
-        ValueError: an unknown name (with the nearest), one twice, or a package that is not installed.
+        ValueError: an unknown name (with the nearest), a duplicate, or a package that is not installed.
     """
     known = registered()
     for place, name in enumerate(names):
@@ -30,10 +30,10 @@ def check_loggers(names: Sequence[str]) -> None:
 
 
 class Loggers:
-    """The loggers of a run; what goes wrong in one is said once, and it is asked again the next time."""
+    """Loggers of a run. A logger's failure is reported once; it keeps receiving rows."""
 
     def __init__(self, names: Sequence[str] | None, info: RunInfo, warn: Callable[[str], None]) -> None:
-        """Make the loggers of these names; None is TensorBoard, if it is installed."""
+        """Make the loggers of these names; None is TensorBoard, if installed."""
         self._warn, self._warned, self._made = warn, set[str](), dict[str, Logger]()
         if names is None:
             names = NAMES[:1] if find_spec(NAMES[0]) else ()
@@ -41,17 +41,14 @@ class Loggers:
             self._try(name, lambda name=name: self._made.update({name: registered()[name].make(info)}))  # type: ignore[misc]
 
     def log(self, phase: str, step: int, row: Row) -> None:
-        """Hands on a step's row."""
         for name, logger in self._made.items():
             self._try(name, lambda logger=logger: logger.log(phase, step, row))  # type: ignore[misc]
 
     def text(self, phase: str, step: int, title: str, text: str) -> None:
-        """Hands on a text."""
         for name, logger in self._made.items():
             self._try(name, lambda logger=logger: logger.text(phase, step, title, text))  # type: ignore[misc]
 
     def close(self) -> None:
-        """Ends every logger."""
         for name, logger in self._made.items():
             self._try(name, logger.close)
 

@@ -1,4 +1,4 @@
-"""The display and the metrics of a run: a progress bar with one table row a step, metrics.jsonl, and its loggers."""
+"""Display and metrics of a run: progress bar, table, metrics.jsonl, loggers."""
 
 from __future__ import annotations
 
@@ -42,9 +42,9 @@ _SHOWN = {
 
 
 class RunLog:
-    """Rows of metrics to the screen and to the run's folder; on every rank but the first it does nothing.
+    """Rows of metrics to the screen and to the run's folder; inactive on every rank but the first.
 
-    Use as a context manager. A row is written out before the next step starts, so that a killed run keeps its metrics.
+    Use as a context manager. A row is written before the next step starts, so that a killed run keeps its metrics.
     """
 
     def __init__(
@@ -60,9 +60,9 @@ class RunLog:
         """Open the record of a run.
 
         Args:
-            after: steps per phase of the checkpoint that is continued from (later rows are dropped); None is a new run.
+            after: steps per phase of the checkpoint to resume from (later rows are dropped); None is a new run.
             config: as plain values, for the loggers.
-            loggers: registered names; None is TensorBoard, if it is installed.
+            loggers: registered names; None is TensorBoard, if installed.
         """
         self.active = active
         self.objective = objective
@@ -109,24 +109,20 @@ class RunLog:
         self._loggers.close()
 
     def sync(self) -> None:
-        """Brings the rows to the disk, before a checkpoint that counts on them.
-
-        Raises:
-            OSError: the disk does not take them.
-        """
+        """Sync the rows to the disk, before a checkpoint that relies on them; OSError if the disk refuses."""
         if self.active:
             os.fsync(self._file.fileno())
 
     def say(self, text: str) -> None:
-        """A line of plain text."""
+        """Print a line."""
         if self.active:
             self.console.print(text, markup=False, soft_wrap=True)
 
     def text(self, phase: str, step: int, title: str, text: str) -> None:
-        """A text of several lines, on the screen and to the loggers; step 0 is before the first."""
+        """Show a text of several lines, and pass it to the loggers; step 0 is before the first."""
         if self.active:
             self.say(text)
-            self._heading = ""  # the table goes on with its columns' names
+            self._heading = ""  # repeats the table's headings
             self._loggers.text(phase, step, title, text)
 
     def phase(self, name: str, steps: int, done: int) -> None:
@@ -139,15 +135,15 @@ class RunLog:
             self._bar.add_task(name, total=steps, completed=done)
 
     def step(self, phase: str, step: int, row: Row) -> None:
-        """One step's row: in the file as a whole or not at all.
+        """Write one step's row, whole or not at all.
 
         Raises:
             OSError: it could not be written.
-            RuntimeError: the run was started once more meanwhile, which gave metrics.jsonl to that start.
+            RuntimeError: a later start of the run owns metrics.jsonl.
         """
         if not self.active:
             return
-        # Slurm starts a job again elsewhere while a node that it lost may still be at work
+        # Slurm may start a job elsewhere while a lost node still runs
         if not os.path.samestat(os.fstat(self._file.fileno()), os.stat(self.path)):
             raise RuntimeError(f"another start of this run has taken over {self.path}; this one ends")
         whole = {"phase": phase, "step": step, **row}
@@ -159,7 +155,7 @@ class RunLog:
 
     @property
     def files(self) -> tuple[str, ...]:
-        """The files that it has written in the run's folder."""
+        """List the run log's files in the run's folder."""
         if not self.active:
             return ()
         return (
@@ -169,7 +165,7 @@ class RunLog:
 
     def _print(self, phase: str, step: int, row: Row) -> None:
         shown = _SHOWN["sft" if phase == "warmup" else self.objective]
-        # the held-out reward comes now and then, any other column in each row or in none
+        # only the held-out reward is missing in some rows
         columns = [
             (title, key, style)
             for title, key, style in _COLUMNS
@@ -191,7 +187,7 @@ class RunLog:
 
 
 def _fitting(columns: Sequence[tuple[str, str, str]], width: int) -> list[tuple[str, str, str]]:
-    """The columns that a line of `width` characters holds; the least telling ones go first, metrics.jsonl has them all."""
+    """Choose the columns that fit `width` characters; the least informative are left out."""
     left = list(columns)
     for title in _LEAST_TELLING:
         if len(left) * 11 <= width:
@@ -201,11 +197,7 @@ def _fitting(columns: Sequence[tuple[str, str, str]], width: int) -> list[tuple[
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Replaces a file by a text: it has all of the one or all of the other, whatever happens.
-
-    Raises:
-        OSError: it could not be written; the file is as it was.
-    """
+    """Replace a file by a text atomically; OSError if it could not be written."""
     partial = path.with_name(path.name + ".partial")
     try:
         with partial.open("w", encoding="utf-8") as file:
@@ -230,16 +222,12 @@ def _append(file: FileIO, line: bytes) -> None:
 
 
 def read_metrics(path: Path) -> list[dict[str, float | int | str]]:
-    """The rows of a metrics.jsonl; a last line that a kill cut off is left out.
-
-    Raises:
-        ValueError: another line is not a row; the message names it.
-    """
+    """Read the rows of a metrics.jsonl, without a truncated last line; ValueError names another bad line."""
     return _read(path)[0]
 
 
 def _read(path: Path) -> tuple[list[dict[str, float | int | str]], bool]:
-    """The rows, and whether the last line was cut off: by a kill, or by a power cut, which leaves zeros behind."""
+    """Read the rows, and whether the last line was cut off by a kill or, with zeros behind, a power cut."""
     text = path.read_bytes() if path.is_file() else b""
     whole = text.rstrip(b"\0\n")
     zeros = b"\0" in text[len(whole) :]
@@ -262,7 +250,7 @@ def _read(path: Path) -> tuple[list[dict[str, float | int | str]], bool]:
 
 
 def _kept(path: Path, after: Mapping[str, int]) -> tuple[list[dict[str, float | int | str]], str]:
-    """The row of each step up to those of `after`, and a remark on others: cut off, dropped, missing."""
+    """Keep the row of each step up to `after`, and remark on truncated, dropped and missing ones."""
     rows, cut_off = _read(path)
     by_step = {(str(row["phase"]), int(row["step"])): row for row in rows}
     kept = {key: row for key, row in by_step.items() if key[1] <= after.get(key[0], 0)}

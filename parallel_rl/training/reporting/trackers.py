@@ -1,4 +1,4 @@
-"""TensorBoard, Weights & Biases, MLflow and trackio as loggers; servers and keys come from their own environment variables."""
+"""TensorBoard, Weights & Biases, MLflow and trackio as loggers; their environment variables configure them."""
 
 from __future__ import annotations
 
@@ -21,15 +21,14 @@ _PROJECT = "parallel_rl"
 
 @register_logger("tensorboard", package="tensorboard")
 class TensorBoard:
-    """Events in the run's folder, under tensorboard/; each phase is a run of its own there: only so does a phase's step tell
-    which come again."""
+    """Events under tensorboard/ in the run's folder, one run per phase to recognise repeated steps."""
 
     def __init__(self, info: RunInfo) -> None:
         self._info, self._folder = info, info.folder / "tensorboard"
         self._writers: dict[str, SummaryWriter] = {}
         if info.done is not None:
             for phase in sorted(path.name for path in self._folder.glob("*") if path.is_dir()):
-                self._writer(phase)  # from now on it leaves out what comes after the checkpoint
+                self._writer(phase)  # from now on later events are ignored
 
     def log(self, phase: str, step: int, row: Row) -> None:
         writer = self._writer(phase)
@@ -60,7 +59,7 @@ class TensorBoard:
 
 @register_logger("wandb", package="wandb")
 class WandB:
-    """A run of Weights & Biases, in the project WANDB_PROJECT or parallel_rl; the axis of a phase's metrics is its step."""
+    """A run of Weights & Biases, in the project WANDB_PROJECT or parallel_rl; one step axis per phase."""
 
     def __init__(self, info: RunInfo) -> None:
         import wandb
@@ -86,7 +85,7 @@ class WandB:
         self._run.finish()
 
     def _send(self, phase: str, step: int, values: Mapping[str, object]) -> None:
-        if phase not in self._phases:  # W&B's own step would refuse those that come again after a restart
+        if phase not in self._phases:  # W&B's own step refuses repeated ones
             self._phases.add(phase)
             self._run.define_metric(f"{phase}/step", hidden=True)
             self._run.define_metric(f"{phase}/*", step_metric=f"{phase}/step")
@@ -161,7 +160,7 @@ def _numbers(row: Row) -> dict[str, float]:
 
 
 def _indented(text: str) -> str:
-    """Markdown that shows a text as it is."""
+    """Format a text as a literal block of Markdown."""
     return "".join(f"    {line}\n" for line in text.splitlines())
 
 

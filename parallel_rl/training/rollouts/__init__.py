@@ -1,1 +1,1 @@
-"""Samplers of the trainer: from its own sharded logits, or from completion servers. Prompts and rewards come from elsewhere."""
+"""Samplers of the trainer: from its own sharded logits, or from completion servers."""

@@ -1,4 +1,4 @@
-"""The policy's weights for inference servers: a Hugging Face folder for each version, the newest two of which stay."""
+"""The policy's weights for inference servers: a Hugging Face folder per version, the newest two of which stay."""
 
 from __future__ import annotations
 
@@ -13,19 +13,18 @@ from parallel_rl.cluster.heartbeat import tick
 from parallel_rl.megatron.hf import save_hf
 from parallel_rl.training.models.engine import Engine
 
-_NEWEST = 2  # a server may still read the one before
+_NEWEST = 2  # a server may still read the previous one
 _NAME = re.compile(r"version_\d{6,}_\d+")
 
 
 def write_policy(engine: Engine, version: int) -> Path:
-    """Write the present weights to a new folder of run.dir/policy, on every rank, and delete all but the newest two.
+    """Write the weights to a new folder of run.dir/policy, on every rank; keep the newest two.
 
-    No path is written twice, not even by a run that makes a version again after a restart: engines may keep what they have
-    read from one. A folder has its name once it is whole.
+    Every path is new, even after a restart, since engines may cache by path. Folders are published whole.
 
     Raises:
         RuntimeError: the folder cannot be written; on every rank.
-        ValueError: a model that is none of Hugging Face's families; on every rank.
+        ValueError: a model of no Hugging Face family; on every rank.
     """
     tick("writing the policy")
     parent = Path(engine.config.run.dir).absolute() / "policy"
@@ -38,7 +37,7 @@ def write_policy(engine: Engine, version: int) -> Path:
 
 
 def _prune(parent: Path) -> None:
-    for path in parent.glob(".version_*.partial"):  # of a run that was ended while it wrote
+    for path in parent.glob(".version_*.partial"):  # of an interrupted write
         shutil.rmtree(path)
     folders = [path for path in parent.iterdir() if _NAME.fullmatch(path.name)]
     for path in sorted(folders, key=lambda path: path.stat().st_mtime_ns)[:-_NEWEST]:

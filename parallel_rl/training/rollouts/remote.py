@@ -1,4 +1,4 @@
-"""Completions from servers: one process of each data rank requests and broadcasts; requests in flight survive a restart."""
+"""Completions from servers: one process per data rank requests and broadcasts; requests survive a restart."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from parallel_rl.training.models.engine import Engine
 from parallel_rl.training.rollouts.policy_folder import write_policy
 from parallel_rl.training.rollouts.sharing import Sharing, raise_first
 
-_RESTARTS = 3  # of servers, while the same samples are drawn
+_RESTARTS = 3  # of servers, during one draw
 
 
 @dataclass(frozen=True)
 class _Asked:
-    """A request for one sample: the prompt it was made for, the policy that the server had, and whether it has had it since."""
+    """A request for one sample: its prompt, the server's policy, and whether the server kept that policy."""
 
     prompt: int
     version: int
@@ -40,7 +40,7 @@ class _Asked:
 
 
 class Taken(NamedTuple):
-    """N samples, the policy's version of each [N], its server's place in `urls` [N] (−1: not known), the first fault."""
+    """N samples, their policy versions [N], servers' places in `urls` [N] (−1: unknown), the first fault."""
 
     samples: Samples
     versions: Tensor
@@ -51,12 +51,12 @@ class Taken(NamedTuple):
 class RemoteRollouts:
     """This data rank's source of completions.
 
-    A requested sample stays until it is taken, also over a restart: a checkpoint keeps it (`state_dict`), so that a resumed
-    run trains on the same samples, whatever the server would answer now. With `config.update` the servers have the trainer's
-    weights; one that has lost them, because it was started again, gets them again, and what it drew meanwhile is drawn anew.
+    A requested sample stays until taken; checkpoints keep it (`state_dict`), so that a resumed run trains on the same samples.
+    With `config.update` the servers receive the trainer's weights. A restarted server is resent the weights; its samples since
+    then are redrawn.
 
     Attributes:
-        compared: whether this process has held the servers' log-probs against the policy's.
+        compared: the servers' log-probs were compared with the policy's in this process.
     """
 
     def __init__(self, engine: Engine, config: ServerConfig) -> None:
@@ -77,19 +77,17 @@ class RemoteRollouts:
         self._weights = None if config.update is None else ServerWeights(config, config.update)
         self.compared = False
         self._asked: dict[int, _Asked] = {}
-        self._ended = False  # a server failed, or a stop was asked for while one is away
-        self._version = 0  # of the weights that were last sent
-        self._folder: Path | None = (
-            None  # what was last sent by this process: the servers may have been restarted as well
-        )
+        self._ended = False  # a server failed, or a stop was requested while one is away
+        self._version = 0  # of the last weights sent
+        self._folder: Path | None = None  # last sent by this process; servers may have restarted with it
 
     @property
     def updated(self) -> bool:
-        """Whether this process has sent weights."""
+        """Return whether this process has sent weights."""
         return self._folder is not None
 
     def request(self, prompts: Sequence[Sequence[int]], sample_ids: Sequence[int]) -> None:
-        """Asks for what is not asked for yet, without waiting; does not communicate."""
+        """Request new prompts' samples without waiting; no collective."""
         if not self._sharing.asks:
             return
         known = (self._asked.get(sample) for sample in sample_ids)
@@ -102,16 +100,14 @@ class RemoteRollouts:
         self._asked |= {sample: asked for (sample, _), asked in zip(missing, new, strict=True)}
 
     def forget(self, wanted: Collection[int]) -> None:
-        """Drops what is asked for and not among `wanted`: the samples of other data ranks, after a change of layout."""
+        """Drop requests that are not among `wanted`, after a change of layout."""
         self._asked = {sample: asked for sample, asked in self._asked.items() if sample in wanted}
 
     def take(self, prompts: Sequence[Sequence[int]], sample_ids: Sequence[int]) -> Taken:
-        """One completion of each of N prompts (there may be none).
-
-        Every rank calls it; the ranks that hold the same data get the same.
+        """Take one completion of each of N prompts, N ≥ 0; every rank calls it, data replicas get the same.
 
         Raises:
-            ValueError: the server failed one rank, or drew by another version than it was given; on all of them.
+            ValueError: a server failed, or used a version other than sent; on all ranks.
         """
 
         def ask() -> list[_Asked]:
@@ -127,23 +123,20 @@ class RemoteRollouts:
     def draw(
         self, prompts: Sequence[Sequence[int]], sample_ids: Sequence[int], seed: int, *, greedy: bool = False
     ) -> Taken:
-        """Completions beside those that are trained on: of an evaluation, or the likeliest token each time; as `take`."""
+        """Draw completions for evaluation, sampled or greedy; same contract as `take`."""
         own = replace(self._sampling, seed=seed)
         sampling = replace(own, temperature=0.0, top_k=None, top_p=None) if greedy else own
         with self._ending():
             return self._draw(prompts, lambda: self._ask(prompts, sample_ids, sampling))
 
     def bring(self, version: int) -> None:
-        """See that the servers have the trainer's present weights, where they are given any; every rank calls it.
+        """Send the trainer's weights, `version` optimizer steps old, if updates are on; every rank calls it.
 
-        All samples in flight are awaited first, so that each is of one policy.
-
-        Args:
-            version: optimizer steps behind the weights.
+        Samples in flight finish first, so that each has one policy.
 
         Raises:
-            ValueError: the weights could not be written; a server refused, did not answer or tells another version; on every
-                rank.
+            ValueError: on every rank: the weights could not be written; a server refused, did not answer or reports another
+                version.
         """
         if self._weights is None or (self.updated and self._version == version):
             return
@@ -154,9 +147,9 @@ class RemoteRollouts:
         self._version, self._folder = version, folder
 
     def state_dict(self) -> Mapping[str, Tensor]:
-        """The samples in flight, once all M have arrived; failed ones are left out, to be requested again.
+        """Wait for the samples in flight and return them, without failed ones, which are requested again.
 
-        So are those still open as a stop is asked for while a server is away: a save must not wait for it, nor fail.
+        If a stop was requested while a server is away, open ones are left out, too.
         """
         try:
             self._settle()
@@ -176,11 +169,7 @@ class RemoteRollouts:
         }
 
     def load_state_dict(self, parts: Sequence[Mapping[str, Tensor]]) -> None:
-        """Takes up what was in flight on all data ranks; `forget` drops what this one does not want.
-
-        Raises:
-            ValueError: parts of another making.
-        """
+        """Load all data ranks' samples in flight; `forget` drops others' samples. ValueError if malformed."""
         if not self._sharing.asks:
             return
         for part in parts:
@@ -197,7 +186,7 @@ class RemoteRollouts:
         return [_Asked(_mark(prompt), self._version, future) for prompt, future in zip(prompts, futures, strict=True)]
 
     def _draw(self, prompts: Sequence[Sequence[int]], ask: Callable[[], list[_Asked]]) -> Taken:
-        """The samples that `ask` requests, on all ranks that share them; requested again if a server has lost its weights."""
+        """Draw the samples of `ask` on all data replicas; request again if a server lost its weights."""
         for _ in range(_RESTARTS):
             taken = ask() if self._sharing.asks else []
             completions = self._await(taken)
@@ -213,7 +202,7 @@ class RemoteRollouts:
         own = [[len(one.tokens), one.version, self._place(one)] for one in completions]
         facts = self._sharing.spread(torch.tensor(own, dtype=torch.int64).view(-1, 3), (len(prompts), 3))
         width = int(facts[:, 0].max()) if len(prompts) else 0
-        values = torch.zeros(len(completions), 2, width, dtype=torch.float64)  # a token's id is exact in it
+        values = torch.zeros(len(completions), 2, width, dtype=torch.float64)  # a token's id is exact in float64
         for row, one in enumerate(completions):
             values[row, :, : len(one.tokens)] = torch.tensor([one.tokens, one.logprobs], dtype=torch.float64)
         values = self._sharing.spread(values, (len(prompts), 2, width))
@@ -224,7 +213,7 @@ class RemoteRollouts:
 
     @contextmanager
     def _ending(self) -> Iterator[None]:
-        """Request nothing more if the block fails, as it then does on all ranks: what is in flight is of no use."""
+        """Request nothing more if the block fails, as it then does on all ranks."""
         try:
             yield
         except (ValueError, Unavailable):
@@ -233,11 +222,7 @@ class RemoteRollouts:
             raise
 
     def _await(self, taken: Sequence[_Asked]) -> list[Completion]:
-        """The completions of this rank, once they are there on all.
-
-        Raises:
-            ValueError: one failed, on every rank.
-        """
+        """Wait for this rank's completions on all ranks; ValueError on every rank if one failed."""
         well = self._sharing.wait([asked.future for asked in taken])
 
         def read() -> list[Completion]:
@@ -250,7 +235,7 @@ class RemoteRollouts:
         return completions
 
     def _check_versions(self, taken: Sequence[_Asked], completions: Sequence[Completion]) -> None:
-        """Refuses what a server draws by a version other than it has acknowledged."""
+        """Refuse samples of a version other than the server acknowledged."""
         if self._weights is None:
             return
         for asked, one in zip(taken, completions, strict=True):
@@ -261,7 +246,7 @@ class RemoteRollouts:
                 )
 
     def _place(self, one: Completion) -> int:
-        """The place of a completion's server in `urls`, −1 where it is not known."""
+        """Return the place of a completion's server in `urls`, −1 if unknown."""
         return self.config.urls.index(one.url) if one.url in self.config.urls else -1
 
     @property
@@ -269,14 +254,14 @@ class RemoteRollouts:
         return [*self._sharing.groups, self._engine.groups.data]
 
     def _settle(self) -> None:
-        """Wait until nothing is in flight any more, and drop what was drawn by lost weights; every rank calls it."""
+        """Wait for all requests in flight, and drop samples of lost weights; every rank calls it."""
         futures = [asked.future for asked in self._asked.values()]
         self._sharing.wait(futures, tolerant=True, stoppable=not self._ended)
         if (self._ended and self.updated) or self._lost():
             self._drop()
 
     def _lost(self) -> list[str]:
-        """The servers that have other weights than were last sent; where there are none, what has come is of those weights."""
+        """List the servers whose weights are not those last sent; if empty, all samples are valid."""
         if self._weights is None or not self.updated or self._ended:
             return []
         told = self._weights.versions() if dist.get_rank() == 0 else []
@@ -295,7 +280,7 @@ class RemoteRollouts:
         return lost
 
     def _give_again(self, lost: Sequence[str]) -> None:
-        """Send the last weights once more; what was drawn since is unknown and is dropped."""
+        """Resend the last weights and discard samples drawn since."""
         assert self._weights is not None and self._folder is not None
         self._drop()
         first = dist.get_rank() == 0
@@ -308,12 +293,12 @@ class RemoteRollouts:
 
 
 def _known(asked: _Asked) -> Completion:
-    """The completion with its policy's version: the server's, or else that of the weights last sent."""
+    """Set the completion's policy version: the server's, else that of the weights last sent."""
     completion = asked.future.result()
     return completion if completion.version is not None else replace(completion, version=asked.version)
 
 
 def _mark(prompt: Sequence[int]) -> int:
-    """A 63-bit hash of the prompt: a checkpoint's samples are useless to a run whose data have changed."""
+    """Hash the prompt to 63 bits, to recognise a checkpoint's samples after a change of data."""
     digest = hashlib.blake2b(array("q", prompt).tobytes(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 1

@@ -1,4 +1,4 @@
-"""Rollouts drawn from the sharded logits: any layout draws the same tokens from the same weights."""
+"""Rollouts from sharded logits; any layout samples the same tokens from the same weights."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from parallel_rl.vocab.sampling import sample_keys, sample_tokens
 from parallel_rl.vocab.stats import token_stats
 from parallel_rl.vocab.truncated_stats import truncated_token_stats
 
-ROWS_AT_A_TIME = 1024  # bounds the logits that one decoding position holds
+ROWS_AT_A_TIME = 1024  # bounds the logits of a decoding position
 
 
 def sample(
@@ -30,15 +30,15 @@ def sample(
     *,
     greedy: bool = False,
 ) -> Samples:
-    """Continues each prompt up to one of the end tokens or `max_new_tokens`.
+    """Continue each prompt up to one of the end tokens or `max_new_tokens`.
 
-    The draw at position t of sample i is keyed by (seed, sample_ids[i], t). Context ranks share the rows among them as data
-    replicas and sequence parallelism is off; all ranks that hold the same data get the same samples.
+    The sampling key at position t of sample i is (seed, sample_ids[i], t). Context ranks act as data replicas, without sequence
+    parallelism; ranks that hold the same data get the same samples.
 
     Args:
-        prompts: N token lists (there may be none), the same on every tensor, context and pipeline rank.
-        sample_ids: N integers that name the samples over the whole run.
-        greedy: the likeliest token each time.
+        prompts: N ≥ 0 token lists, the same on every tensor, context and pipeline rank.
+        sample_ids: N integers, unique over the run.
+        greedy: take the most likely token each time.
     """
     count, width = len(prompts), max(map(len, prompts), default=0) + config.max_new_tokens
     tokens = torch.full((count, width), engine.vocabulary.pad)
@@ -73,7 +73,7 @@ def _decode(
     config: SamplingConfig,
     greedy: bool,
 ) -> None:
-    """Fill the rows in place, position by position; the whole prefix is run each time (there is no cache)."""
+    """Fill the rows in place, position by position, rerunning the whole prefix (no cache)."""
     alive, ends = torch.arange(len(lengths)), torch.tensor(sorted(engine.vocabulary.ends))
     for _ in range(config.max_new_tokens):
         tick("sampling")
@@ -90,7 +90,7 @@ def _decode(
 def _draw(
     engine: Engine, prefix: Tensor, last: Tensor, keys: Tensor, config: SamplingConfig, greedy: bool
 ) -> tuple[Tensor, Tensor]:
-    """One token a row and its log-prob, from the logits at column `last`: on the last stage, then on all."""
+    """Sample one token per row, with its log-prob, from the last stage's logits at column `last`."""
 
     def collect(logits: Tensor, index: int) -> Tensor:
         at_last = logits[torch.arange(len(last), device=logits.device), last.to(logits.device)]
@@ -118,7 +118,7 @@ def _draw(
 
 
 def _exchange(engine: Engine, mine: range, fields: Sequence[Tensor]) -> None:
-    """Exchange rows between context ranks in place, as a sum of tensors that are zero outside each rank's own rows."""
+    """Exchange rows between context ranks in place, by summing tensors that are zero elsewhere."""
     for field in fields:
         own = torch.zeros_like(field)
         own[mine.start : mine.stop] = field[mine.start : mine.stop]

@@ -1,4 +1,4 @@
-"""Servers that shall be kept in step, asked before anything is built: a fault shows before GPUs have waited for long."""
+"""Check servers that follow the policy before anything is built."""
 
 from __future__ import annotations
 
@@ -21,12 +21,11 @@ _TIMEOUT = 20.0  # seconds for a completion of one token
 
 
 def check_servers(config: TrainConfig, words: Vocabulary) -> None:
-    """Ask the servers of `server.update` from the first rank; called by every rank.
+    """Check the servers of `server.update` from the first rank; called by every rank.
 
     Raises:
-        ValueError: one cannot be given weights, serves another model or vocabulary, or gives no log-probs of what it draws; on
-            every rank.
-        Unavailable: one refuses connections for as long as it is waited for, or a stop was asked for meanwhile; on every rank.
+        ValueError: on every rank: a server cannot receive weights, serves another model or vocabulary, or returns no log-probs.
+        Unavailable: on every rank: one refuses connections for too long, or a stop was requested.
     """
     server = config.server
     if server is None or server.update is None:
@@ -51,7 +50,7 @@ def _check(config: TrainConfig, server: ServerConfig, words: Vocabulary) -> None
 
 
 def _shape(config: TrainConfig, vocab_size: int) -> Mapping[str, object]:
-    """The config.json that the policy would have."""
+    """Return the policy's config.json."""
     model = config.model
     return {
         "vocab_size": vocab_size,

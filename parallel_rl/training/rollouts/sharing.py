@@ -1,4 +1,4 @@
-"""The ranks that hold the same data: one of them asks servers, all wait for it, and get what it got."""
+"""Ranks that hold the same data: one requests from servers, and broadcasts."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ _WAITING, _FAILED = 1, 2
 
 
 def wait_together(futures: Sequence[Future], timeout: float, *, tolerant: bool = False, stoppable: bool = True) -> bool:
-    """Wait until all are done on every rank, or (but for `tolerant`) one has failed on some: then False on all.
+    """Wait until all are done on every rank; False on all if one failed, unless `tolerant`.
 
-    Ranks look at each other now and then, so that no collective runs into its `timeout` while a server works or loads.
+    Ranks poll each other, so that no collective reaches its `timeout`.
 
     Raises:
-        Unavailable: it is `stoppable`, and a stop was asked for while a server is away; on every rank.
+        Unavailable: `stoppable`, and a stop was requested while a server is away; on every rank.
     """
     until = ALL_COMPLETED if tolerant else FIRST_EXCEPTION
     device = communication_device(dist.group.WORLD, torch.device("cpu"))
@@ -52,11 +52,11 @@ def wait_together(futures: Sequence[Future], timeout: float, *, tolerant: bool =
 
 
 class Sharing:
-    """This rank's place among those that hold the same data.
+    """Place of this rank among those that hold the same data.
 
     Attributes:
-        asks: whether this one talks to the servers.
-        groups: those of the ranks that share.
+        asks: this rank talks to the servers.
+        groups: of the sharing ranks.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -65,31 +65,23 @@ class Sharing:
         self._timeout = engine.config.run.timeout
 
     def wait(self, futures: Sequence[Future], *, tolerant: bool = False, stoppable: bool = True) -> bool:
-        """Do as `wait_together`."""
+        """Call `wait_together`."""
         return wait_together(futures, self._timeout, tolerant=tolerant, stoppable=stoppable)
 
     def spread(self, values: Tensor, shape: tuple[int, ...]) -> Tensor:
-        """The asking rank's values on all that hold the same data: a sum with zeros."""
+        """Broadcast the requesting rank's values to its replicas, as a sum with zeros."""
         own = values if self.asks else torch.zeros(shape, dtype=values.dtype)
         return sum_over_groups(own, self.groups)
 
     def finish(self, orders: Sequence[Future]) -> None:
-        """Wait for orders of the first rank of the world, as `wait`.
-
-        Raises:
-            ValueError: one failed, on every rank; Unavailable: its server is away.
-        """
+        """Wait for the world's first rank's orders; ValueError on every rank if one failed, or Unavailable."""
         self.wait(orders)
         raise_on_all_ranks(lambda: raise_first(orders))
 
 
 @contextmanager
 def queued_again_without_servers() -> Iterator[None]:
-    """Ask for a restart of the job if the block ends because a server is away; every rank gets there.
-
-    Raises:
-        Unavailable: what was raised inside.
-    """
+    """Request a restart of the job if the block raises Unavailable, and re-raise; every rank gets there."""
     try:
         yield
     except Unavailable as error:
@@ -99,11 +91,11 @@ def queued_again_without_servers() -> Iterator[None]:
 
 
 def failure(future: Future) -> BaseException | None:
-    """The error that a future failed with, if it is done and did."""
+    """Return the error of a finished future, if any."""
     return future.exception() if future.done() else None
 
 
 def raise_first(futures: Sequence[Future]) -> None:
-    """Raise what the first one that failed did: `Unavailable` as it is, all else as a ValueError."""
+    """Raise the first failure: `Unavailable` unchanged, others as a ValueError."""
     if error := next((error for future in futures if (error := failure(future)) is not None), None):
         raise error if isinstance(error, Unavailable) else ValueError(str(error))

@@ -12,7 +12,7 @@ _NO_FORM = "the tokenizer of characters has no form for a conversation"
 
 
 class CharTokenizer:
-    """Ids 0, 1, 2 are padding, begin and end; character i of the alphabet is 3 + i.
+    """Tokenizer with ids 0, 1, 2 for padding, begin and end, and 3 + i for character i of the alphabet.
 
     >>> CharTokenizer("ab").document("ba")
     [1, 4, 3, 2]
@@ -34,11 +34,7 @@ class CharTokenizer:
         self._ids = {char: _SPECIAL + index for index, char in enumerate(alphabet)}
 
     def encode(self, text: str) -> list[int]:
-        """The ids of the characters of `text`.
-
-        Raises:
-            ValueError: characters outside the alphabet; names them all.
-        """
+        """Encode `text`; ValueError names all characters outside the alphabet."""
         missing = [char for char in dict.fromkeys(text) if char not in self._ids]
         if missing:
             what = f"the character{'s' * (len(missing) > 1)} {', '.join(map(repr, missing))}"
@@ -48,7 +44,7 @@ class CharTokenizer:
         return [self._ids[char] for char in text]
 
     def decode(self, ids: Iterable[int]) -> str:
-        """The text up to the first end token; padding and begin tokens are left out."""
+        """Decode up to the first end token, without padding and begin tokens."""
         text = []
         for token in ids:
             if token == _END:
@@ -58,13 +54,13 @@ class CharTokenizer:
         return "".join(text)
 
     def render(self, messages: Sequence[Message], tools: Tools = None) -> list[int]:
-        """Begin, then the characters of the one message."""
+        """Encode begin and the one message."""
         return [_BEGIN, *self.encode(plain_text(messages, _NO_FORM, tools))]
 
     def target(self, messages: Sequence[Message], answers: Sequence[Message], tools: Tools = None) -> Target:
-        """The characters of the one answer, then end."""
+        """Encode the one answer and end."""
         return Target((*self.encode(plain_answer(answers, _NO_FORM)), _END))
 
     def document(self, text: str) -> list[int]:
-        """Begin, the characters, end."""
+        """Encode begin, the text, end."""
         return [_BEGIN, *self.encode(text), _END]

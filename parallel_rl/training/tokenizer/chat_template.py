@@ -18,24 +18,24 @@ from pathlib import Path
 
 from parallel_rl.training.tokenizer.protocol import Message, Tools
 
-# what `render` gives a template itself
+# names that `render` passes itself
 RESERVED = ("messages", "tools", "documents", "add_generation_prompt")
 LARGEST = 1 << 24  # characters of a rendering
 MEMORY = 512 << 20  # bytes
 SECONDS = 10.0  # a real template takes a thousandth
 _TOO_LARGE = f"makes a text of more than {LARGEST:,} characters, or needs more than {MEMORY >> 20} MB"
-# in the order of template_worker's states: OK, SYNTAX, SANDBOX, REFUSED, FAILED, TOO_LARGE
+# ordered as template_worker's states: OK, SYNTAX, SANDBOX, REFUSED, FAILED, TOO_LARGE
 _WORDS = ("", "is no Jinja template", "tries what the sandbox forbids", "refuses the conversation", "fails", "")
 
 
 @dataclass(frozen=True)
 class ChatOptions:
-    """Variables of a template beside the conversation.
+    """Variables of a template besides the conversation.
 
     Attributes:
-        template: which of several templates a folder has; None: the one that is named "default", or the only one.
-        variables: by the names that the template has for them, such as enable_thinking.
-        today: the date that `strftime_now` tells; None: a template that asks is an error.
+        template: which of a folder's templates; None: the one named "default", or the only one.
+        variables: by the template's names, such as enable_thinking.
+        today: the date of `strftime_now`; None: an error for templates that read it.
     """
 
     template: str | None = None
@@ -44,10 +44,9 @@ class ChatOptions:
 
 
 class ChatTemplate:
-    """A template, compiled and rendered by a process of its own, which the kernel bounds.
+    """Chat template, compiled and rendered in a bounded process of its own.
 
-    A rendering may have 16 million characters, 512 MB and ten seconds. The process starts with the template, again after a fork
-    and after it was ended, and ends with the template.
+    A rendering is bounded by 16 million characters, 512 MB and ten seconds. The process is restarted after a fork or a kill.
 
     >>> template = ChatTemplate("{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}", "this example")
     >>> template.render([{"role": "user", "content": "hi"}], answered=True)
@@ -82,17 +81,17 @@ class ChatTemplate:
             self._worker()
 
     def render(self, messages: Sequence[Message], *, answered: bool, tools: Tools = None) -> str:
-        """Return the text of a conversation; unless it is answered, up to where the answer begins.
+        """Return the text of a conversation; unless `answered`, up to where the answer begins.
 
         Raises:
-            ValueError: the template refuses the conversation, fails, reaches out of the sandbox, or passes a bound.
+            ValueError: the template refuses the conversation, fails, leaves the sandbox, or exceeds a bound.
         """
         return self.render_all([(messages, answered)], tools)[0]
 
     def render_all(self, conversations: Sequence[tuple[Sequence[Message], bool]], tools: Tools = None) -> list[str]:
         """Render several (messages, answered), under one bound; see `render`."""
         request = pickle.dumps([(list(messages), not answered, tools) for messages, answered in conversations])
-        if os.getpid() != self._pid:  # after a fork; the parent reads the replies of its own process
+        if os.getpid() != self._pid:  # after a fork the parent reads its own process's replies
             self._process, self._pid, self._lock = None, os.getpid(), threading.Lock()
         with self._lock:
             process = self._worker()
@@ -100,7 +99,6 @@ class ChatTemplate:
             return [text, *(self._reply(process) for _ in conversations[1:])]
 
     def _worker(self) -> subprocess.Popen[bytes]:
-        """Return the process, with the template compiled."""
         if self._process is None or self._process.poll() is not None:
             script = str(Path(__file__).with_name("template_worker.py"))
             self._process = subprocess.Popen(  # nosec B603 # fixed words
@@ -129,7 +127,6 @@ class ChatTemplate:
 
 
 def _ended(status: int) -> str:
-    """Say why a process ended."""
     if status == -signal.SIGALRM:
         return f"takes more than {SECONDS:g} seconds"
     if status == -signal.SIGPROF:
@@ -138,7 +135,7 @@ def _ended(status: int) -> str:
 
 
 def _end(process: subprocess.Popen[bytes], owner: int) -> None:
-    """End a process, if this is the one that started it and not a fork of it."""
+    """End a process that this process started, not a fork of it."""
     if owner == os.getpid():
         process.kill()
         process.communicate()

@@ -1,4 +1,4 @@
-"""The tokenizer of a Hugging Face folder: tokenizer.json, the chat template, the end tokens. Needs `tokenizers`."""
+"""Tokenizer of a Hugging Face folder: tokenizer.json, chat template, end tokens. Needs `tokenizers`."""
 
 from __future__ import annotations
 
@@ -21,18 +21,16 @@ _SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cl
 
 
 class HuggingFaceTokenizer:
-    """The tokenizer of a folder that transformers' `save_pretrained` wrote.
+    """Tokenizer of a folder written by transformers' `save_pretrained`; only JSON and templates are read.
 
-    An answer may end with the eos_token of tokenizer_config.json and with each eos_token_id of generation_config.json and
-    config.json. Only JSON and templates are read.
+    End tokens are the eos_token of tokenizer_config.json and each eos_token_id of generation_config.json and config.json.
 
     Args:
         folder: with tokenizer.json.
-        chat: options of its chat template; None: conversations are plain texts, after what tokenizer.json puts before one.
+        chat: options of the chat template; None: conversations are plain texts.
 
     Raises:
-        ValueError: a file that is missing or malformed, `tokenizers` that is not installed, no chat template or several, no end
-            token.
+        ValueError: a missing or malformed file, `tokenizers` not installed, no or several chat templates, no end token.
     """
 
     def __init__(self, folder: Path, chat: ChatOptions | None = None) -> None:
@@ -64,14 +62,14 @@ class HuggingFaceTokenizer:
         )
 
     def encode(self, text: str) -> list[int]:
-        """The ids of `text` alone; names of special tokens in it are these tokens, as in transformers."""
+        """Encode `text` alone; as in transformers, names of special tokens become these tokens."""
         try:
             return self._tokenizer.encode(text, add_special_tokens=False).ids
         except Exception as error:  # a lone surrogate is a TypeError, for instance
             raise ValueError(f"the text {text!r} cannot be tokenized: {error}") from None
 
     def decode(self, ids: Iterable[int]) -> str:
-        """The text up to the first end token; special tokens are left out, and U+FFFD stands for an id without a token."""
+        """Decode up to the first end token, without special tokens; U+FFFD for an id without a token."""
         tokens = list(takewhile(lambda token: token not in self.vocabulary.ends, ids))
         text, known = "", list[int]()
         for token in tokens:
@@ -82,13 +80,13 @@ class HuggingFaceTokenizer:
         return text + self._tokenizer.decode(known)
 
     def render(self, messages: Sequence[Message], tools: Tools = None) -> list[int]:
-        """As transformers' `apply_chat_template(messages, tools=tools, add_generation_prompt=True)`."""
+        """Encode as transformers' `apply_chat_template(messages, tools=tools, add_generation_prompt=True)`."""
         if self._template is None:
             return [*self._begin, *self.encode(self._plain(messages, tools))]
         return self.encode(self._template.render(messages, answered=False, tools=tools))
 
     def target(self, messages: Sequence[Message], answers: Sequence[Message], tools: Tools = None) -> Target:
-        """The ids that the template writes after the prompt, up to the last answer's end token; only answers are learned."""
+        """Encode the template's text after the prompt, up to the last answer's end token; only answers train."""
         if self._template is None:
             self._plain(messages, tools)
             return Target((*self.encode(plain_answer(answers, self._no_form)), self._end))
@@ -107,7 +105,6 @@ class HuggingFaceTokenizer:
         return Target(tuple(tokens), None if all(mask) else tuple(mask))
 
     def _said(self, answer: str, last: bool) -> list[int]:
-        """The ids of an answer, up to its end token."""
         ids = self.encode(answer)
         end = max((place for place, token in enumerate(ids) if token in self.vocabulary.ends), default=None)
         if end is not None:
@@ -120,7 +117,7 @@ class HuggingFaceTokenizer:
         return [*ids, self._end]
 
     def document(self, text: str) -> list[int]:
-        """The ids of a text: what tokenizer.json puts first, the text, the end token."""
+        """Encode a text with tokenizer.json's prefix and the end token."""
         return [*self._begin, *self.encode(text), self._end]
 
     def _plain(self, messages: Sequence[Message], tools: Tools) -> str:
@@ -128,20 +125,12 @@ class HuggingFaceTokenizer:
 
 
 def has_chat_template(folder: Path) -> bool:
-    """Whether a folder has a chat template.
-
-    Raises:
-        ValueError: a malformed file.
-    """
+    """Return whether a folder has a chat template; ValueError for a malformed file."""
     return bool(_templates(folder, _read_json(folder / "tokenizer_config.json")))
 
 
 def fingerprint(folder: Path) -> str:
-    """A hash of tokenizer.json: what the weights of a model rest on.
-
-    Raises:
-        ValueError: it is missing.
-    """
+    """Hash tokenizer.json, which a model's weights depend on; ValueError if missing."""
     return hashlib.sha256(_tokenizer_json(folder).read_bytes()).hexdigest()[:16]
 
 
@@ -161,7 +150,7 @@ def _load(folder: Path) -> Tokenizer:
 
 
 def _begin(tokenizer: Tokenizer, vocabulary: Iterable[str]) -> list[int]:
-    """The special tokens that tokenizer.json puts before a text; one of them may be the end token, too."""
+    """Return the special tokens that tokenizer.json puts before a text, maybe the end token among them."""
     for text in ("a", *vocabulary):
         encoding = tokenizer.encode(text, add_special_tokens=True)
         if not all(encoding.special_tokens_mask):
@@ -180,7 +169,6 @@ def _tokenizer_json(folder: Path) -> Path:
 
 
 def _template(folder: Path, config: Mapping[str, object], options: ChatOptions) -> str:
-    """The source of the template that the options choose."""
     templates = _templates(folder, config)
     if not templates:
         raise ValueError(
@@ -196,7 +184,7 @@ def _template(folder: Path, config: Mapping[str, object], options: ChatOptions) 
 
 
 def _templates(folder: Path, config: Mapping[str, object]) -> dict[str, str]:
-    """The sources of a folder's templates by name; files go before tokenizer_config.json."""
+    """Map names to a folder's template sources; files override tokenizer_config.json."""
     given, found = config.get("chat_template"), dict[str, object]()
     if isinstance(given, list):
         found |= {str(one.get("name")): one.get("template") for one in given if isinstance(one, dict)}
@@ -213,7 +201,7 @@ def _templates(folder: Path, config: Mapping[str, object]) -> dict[str, str]:
 
 
 def _read_json(path: Path) -> dict[str, object]:
-    """The object in a file; an empty one where there is no file."""
+    """Read a JSON object; {} without the file."""
     if not path.is_file():
         return {}
     try:
@@ -226,7 +214,7 @@ def _read_json(path: Path) -> dict[str, object]:
 
 
 def _content(token: object) -> str | None:
-    """The text of a special token, which stands alone or with its properties."""
+    """Return the text of a special token, given as a string or an object."""
     text = token.get("content") if isinstance(token, dict) else token
     return text if isinstance(text, str) else None
 

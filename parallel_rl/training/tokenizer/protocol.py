@@ -6,15 +6,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-# "role" and "content", and whatever else a chat template reads
+# "role", "content", and other keys that a chat template reads
 Message = Mapping[str, object]
-# the schemas of the functions that a conversation may call, as a chat template takes them
+# the schemas of callable functions, as a chat template takes them
 Tools = Sequence[Mapping[str, object]] | None
 
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """The token ids that a policy draws from: [0, size), of which each of `ends` ends an answer and `pad` fills rows up."""
+    """Token ids [0, size) that a policy samples; each of `ends` ends an answer, `pad` pads rows."""
 
     size: int
     ends: frozenset[int]
@@ -23,11 +23,11 @@ class Vocabulary:
 
 @dataclass(frozen=True)
 class Target:
-    """The ids that a policy is to produce after a prompt, with the end token.
+    """Token ids that a policy is to produce after a prompt, with the end token.
 
     Attributes:
         tokens: ids.
-        mask: 1 for each that the policy says, 0 for what others say between its turns; None: all are 1.
+        mask: 1 for the policy's tokens, 0 for others' turns between; None: all are 1.
     """
 
     tokens: tuple[int, ...]
@@ -41,29 +41,20 @@ class Tokenizer(Protocol):
     def vocabulary(self) -> Vocabulary: ...
 
     def encode(self, text: str) -> list[int]:
-        """The ids of `text` alone, nothing before it or behind it.
-
-        Raises:
-            ValueError: it cannot be written in this vocabulary.
-        """
+        """Encode `text` alone, without special tokens; ValueError if the vocabulary cannot."""
 
     def decode(self, ids: Iterable[int]) -> str:
-        """The text up to the first end token; special tokens are left out."""
+        """Decode up to the first end token, without special tokens."""
 
     def render(self, messages: Sequence[Message], tools: Tools = None) -> list[int]:
-        """The ids of a conversation, up to where the policy begins to answer.
-
-        Raises:
-            ValueError: messages that this tokenizer or its chat template has no form for.
-        """
+        """Encode a conversation, up to where the policy begins to answer; ValueError if it has no form."""
 
     def target(self, messages: Sequence[Message], answers: Sequence[Message], tools: Tools = None) -> Target:
-        """The ids that follow those of `render(messages)` in the conversation of both.
+        """Encode the continuation of `render(messages)` by the answers.
 
         Args:
             messages: the prompt.
-            answers: behind it, the first and the last of the assistant; each turn of the assistant is to be learned, but
-                those with `weight` 0.
+            answers: what follows, first and last from the assistant; each assistant turn trains, unless its `weight` is 0.
             tools: as for `render`.
 
         Raises:
@@ -71,19 +62,18 @@ class Tokenizer(Protocol):
         """
 
     def document(self, text: str) -> list[int]:
-        """The ids of a text that is no conversation, with what begins and ends one."""
+        """Encode a text that is no conversation, with begin and end tokens."""
 
 
 def plain_text(messages: Sequence[Message], why: str, tools: Tools = None) -> str:
-    """The text of a conversation that is a single message of the user.
+    """Return the text of a conversation of a single user message.
 
     Args:
-        messages: the conversation.
-        why: no other has a form, for the message.
+        why: other conversations have no form, for the message.
         tools: must be None.
 
     Raises:
-        ValueError: it has other messages, or tools.
+        ValueError: other messages, or tools.
     """
     if tools is not None:
         raise ValueError(f"{why}; tools need a chat template")
@@ -91,11 +81,7 @@ def plain_text(messages: Sequence[Message], why: str, tools: Tools = None) -> st
 
 
 def plain_answer(messages: Sequence[Message], why: str) -> str:
-    """The text of the one answer; as `plain_text`.
-
-    Raises:
-        ValueError: there are other messages.
-    """
+    """Return the text of the one answer; ValueError for other messages."""
     return _only(messages, "assistant", why)
 
 

@@ -1,7 +1,7 @@
 """A process that renders one chat template: pickled conversations in, texts out.
 
-Run by its path, so that it starts without torch. The kernel ends it where a template takes too long, even inside one call of C:
-any template is bounded, whatever it computes, and while it is compiled, too (Jinja computes constants then).
+Run by its path, to start without torch. The kernel ends it when a template takes too long, also inside one call of C or while
+Jinja compiles constants.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 # states of a reply
 OK, SYNTAX, SANDBOX, REFUSED, FAILED, TOO_LARGE = range(6)
-COMPILING = 1.5  # seconds of this process's own work; real templates take hundredths
+COMPILING = 1.5  # CPU seconds; real templates take hundredths
 _SHOWN = 1000  # characters of an error
 _IGNORED = (
     signal.SIGINT,
@@ -40,7 +40,7 @@ _IGNORED = (
 
 
 def failure(error: BaseException) -> tuple[int, str]:
-    """Return the state and the message of what a template raised."""
+    """Return the state and the message of a template's exception."""
     line = getattr(error, "lineno", None)
     message = f"{str(error)[:_SHOWN]}" + (f" (line {line})" if line else "")
     if isinstance(error, MemoryError):
@@ -53,14 +53,14 @@ def failure(error: BaseException) -> tuple[int, str]:
 
 
 def environment(today: date | None) -> ImmutableSandboxedEnvironment:
-    """Make transformers' environment of chat templates, without what ranks could render differently."""
+    """Make transformers' environment of chat templates, without functions that differ between ranks."""
 
     class Sandbox(ImmutableSandboxedEnvironment):
         def unsafe_undefined(self, obj: object, attribute: str) -> NoReturn:
             raise SecurityError(f"the attribute {attribute!r} of a {type(obj).__name__}")
 
     class Generation(Extension):
-        """{% generation %} … {% endgeneration %}, which marks what the policy says: its body."""
+        """{% generation %} … {% endgeneration %}, which marks the policy's text: renders its body."""
 
         tags = {"generation"}  # noqa: RUF012  # jinja2's own way
 
@@ -85,7 +85,7 @@ def environment(today: date | None) -> ImmutableSandboxedEnvironment:
         separators: tuple[str, str] | None = None,
         sort_keys: bool = False,
     ) -> str:
-        """Without the escapes that jinja2's own filter has for HTML."""
+        """Serialise without the HTML escapes of jinja2's own filter."""
         return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
     made = Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols])
@@ -96,7 +96,7 @@ def environment(today: date | None) -> ImmutableSandboxedEnvironment:
 
 
 def compiled(source: str, today: date | None) -> tuple[Template | None, int, str]:
-    """Compile a template; without one a state and a message say why."""
+    """Compile a template; on failure return a state and a message."""
     try:
         return environment(today).from_string(source), OK, ""
     except TemplateError as error:
@@ -110,16 +110,16 @@ def compiled(source: str, today: date | None) -> tuple[Template | None, int, str
 
 
 def rendered(template: Template, variables: Mapping[str, object], largest: int) -> tuple[int, str]:
-    """Render a conversation; return a state, and the text or what is wrong."""
+    """Render a conversation; return a state, and the text or the fault."""
     try:
         text = template.render(variables)
-    except Exception as error:  # whatever foreign code does
+    except Exception as error:  # foreign code may raise anything
         return failure(error)
     return (OK, text) if len(text) <= largest else (TOO_LARGE, "")
 
 
 def timed(timer: int, seconds: float, work: Callable[..., Any], *arguments: object) -> Any:
-    """Call `work`; the kernel ends this process where it takes longer."""
+    """Call `work`; the kernel ends this process if it takes longer."""
     signal.setitimer(timer, seconds)
     result = work(*arguments)
     signal.setitimer(timer, 0)

@@ -1,4 +1,4 @@
-"""Places of a conversation's answers in a chat template's output: between renderings that begin the whole one."""
+"""Answers of a conversation in a chat template's output, located by renderings of its prefixes."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from parallel_rl.training.tokenizer.protocol import Message, Tools
 def turns(
     template: ChatTemplate, messages: Sequence[Message], answers: Sequence[Message], tools: Tools = None
 ) -> Iterator[tuple[str, str]]:
-    """Each answer as the template writes it, and what it writes from there to where the next begins ("" behind the last).
+    """Iterate over answers as the template writes them, each with the text up to the next ("" at the end).
 
-    An answer is what the rendering up to it has more than that of what it answers, with the generation prompt. Both must begin
-    the rendering of the whole: then the tokens of each answer are those that a policy says when it is asked.
+    An answer is what the rendering up to it adds to that of its prompt. Both must be prefixes of the whole rendering; then the
+    answer's tokens are those that the policy would sample.
 
     >>> template = ChatTemplate("{% for m in messages %}{{ m.role[0] }}{{ m.content }};{% endfor %}"
     ...                         "{% if add_generation_prompt %}a{% endif %}", "this example")

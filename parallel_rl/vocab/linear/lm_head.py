@@ -148,11 +148,7 @@ class LMHeadInput:
         return HeadShape(math.prod(rows), size, width, self.hidden.dtype, self.hidden.device, shared, parts)
 
     def check_rows(self, keep: Tensor, group: ProcessGroup | None) -> None:
-        """Check, where values are checked, that at most `rows` rows carry loss; keep is [N], in logits order.
-
-        Raises:
-            ValueError: more do.
-        """
+        """Raise ValueError, where values are checked, if more than `rows` rows of keep [N] carry loss."""
         if self.rows is None or not checks_values(keep) or not keep.numel():
             return
         most = int(self.row_order(group).to_rows(keep).view(self.parts(group), -1).sum(1).max())

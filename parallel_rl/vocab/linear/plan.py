@@ -203,10 +203,7 @@ class _Cost(NamedTuple):
 
 
 def _group(shape: HeadShape, cost: _Cost, room: int) -> tuple[int, int]:
-    """Return the rows of a chunk and of a group of kept chunks; equal if a projected chunk fits as many.
-
-    All rows are one group if that fits the budget plus what it spares.
-    """
+    """Return the rows of a chunk and of a group of kept chunks; equal if one chunk fits as many."""
     total, whole, row = shape.rows, rows_at_once(shape.rows, cost.whole, room), cost.half + cost.ends
     size = _power_of_rows(room // _OF_GROUP // cost.chunk)
     left = room + shape.spared - total * row

@@ -1,4 +1,1 @@
-"""One step of RL in the trainer: which prompts and records a rank takes, requests ahead of a server, recording, updates.
-
-What any trainer would do with samples (dynamic sampling, KL, shaping, advantages) belongs in `parallel_rl.experience`.
-"""
+"""One RL step in the trainer: prompts and records of a rank, requests ahead to servers, recording, updates."""

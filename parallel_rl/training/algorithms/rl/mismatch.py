@@ -1,4 +1,4 @@
-"""The mismatch between servers and trainer: how far the log-probs of fresh samples are from the policy's own."""
+"""Mismatch of servers and trainer: log-probs of fresh samples compared with the policy's."""
 
 from __future__ import annotations
 
@@ -14,12 +14,9 @@ from parallel_rl.training.session import Session
 
 
 def check_mismatch(session: Session, config: RLConfig, made: Experience, at: TrainProgress) -> StepMetrics:
-    """The mean |log ratio| between sampler and policy over the valid tokens of samples with staleness 0, if there are any.
+    """Return the mean |log ratio| of sampler and policy over valid tokens with staleness 0, if any.
 
-    Each server has to keep `max_mismatch` by itself: one of several would be lost in the mean of all.
-
-    Raises:
-        ValueError: one does not; on every rank.
+    ValueError on every rank if one server exceeds `max_mismatch`; a mean over all would hide it.
     """
     served, server = session.served, config.server
     assert served is not None and server is not None
@@ -31,14 +28,13 @@ def check_mismatch(session: Session, config: RLConfig, made: Experience, at: Tra
     assert own is not None
     sums = _sums(session, made, own, len(server.urls))
     for url, (total, count) in zip(server.urls, sums[:-1].tolist(), strict=True):
-        if count and not total / count <= server.max_mismatch:  # NaN is none
+        if count and not total / count <= server.max_mismatch:  # false for NaN
             version = config.policy_version(at.step)
             raise ValueError(
-                f"completion server {url}: its log-probs of the samples of step {at.step + 1} are {total / count:.3g} from the "
-                f"policy's, mean |log ratio| over {int(count)} tokens, and rl.server.max_mismatch = {server.max_mismatch:g}. "
-                f"The policy has version {version}, and the server is taken to have {version}, too, by what it says or was "
-                "last given: it has other weights, or its log-probs are of another distribution (temperature, top_k, top_p). "
-                "Fix that, or set max_mismatch to null for samples of any policy"
+                f"completion server {url}: step {at.step + 1}'s log-probs differ from the policy's (version {version}) by "
+                f"{total / count:.3g}, mean |log ratio| over {int(count)} tokens; rl.server.max_mismatch = "
+                f"{server.max_mismatch:g}. Give the server the policy's weights, temperature, top_k and top_p, or set "
+                "max_mismatch to null for samples of any policy"
             )
     total, count = sums.sum(0).tolist()
     return {"mismatch": total / count} if count and recomputed else {}
@@ -50,13 +46,13 @@ def _own_logprobs(session: Session, made: Experience) -> Tensor:
 
 
 def _sums(session: Session, made: Experience, own: Tensor, servers: int) -> Tensor:
-    """[servers + 1, 2] float64 on the host: Σ |log ratio| and tokens of each server, then of samples of unknown ones."""
+    """Sum |log ratio| and tokens per server, unknown ones last: [servers + 1, 2] float64 on the host."""
     assert made.generation_logprobs is not None and made.sample_mask is not None
     fresh = (made.others["staleness"] == 0) & made.sample_mask.bool()
-    # −∞ is a token that the policy's truncation does not keep; it leaves the mask of the loss, too
+    # −∞ is a token outside the policy's truncation; the loss masks it, too
     valid = made.token_mask.bool() & fresh[:, None] & (own != -torch.inf)
     distance = torch.where(valid, (own.double() - made.generation_logprobs.double()).abs(), 0.0)
     of_samples = torch.stack([distance.sum(1), valid.sum(1).double()], 1)
-    place = made.others["servers"] % (servers + 1)  # −1 is the last
+    place = made.others["servers"] % (servers + 1)  # −1 is the last row
     sums = torch.zeros(servers + 1, 2, dtype=torch.float64).index_add(0, place, of_samples)
     return group_sum(sums.to(session.engine.device), session.engine.groups.data).cpu()

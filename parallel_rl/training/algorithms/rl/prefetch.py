@@ -1,4 +1,4 @@
-"""The server side of an RL step: weights sent, samples of this step and the next ones requested, stale samples masked."""
+"""The server side of an RL step: send weights, request samples ahead, mask stale ones."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from parallel_rl.training.session import Session
 
 
 def ask_ahead(session: Session, config: RLConfig, at: TrainProgress) -> None:
-    """Send the weights if they are due, then request the first round of this step and of `ahead` more.
+    """Send the weights if due, then request the first round of this step and of `ahead` more.
 
     Raises:
         ValueError: a server did not take the weights.
@@ -34,12 +34,9 @@ def ask_ahead(session: Session, config: RLConfig, at: TrainProgress) -> None:
 
 
 def mask_stale(session: Session, config: RLConfig, made: Experience) -> tuple[Experience, StepMetrics]:
-    """Mask samples of a policy too far away; the metrics of staleness over all samples.
+    """Mask samples of a policy too far away; return the metrics of staleness over all samples.
 
-    It comes after the advantages: groups stay whole, and what is too old for the gradient still counts in their means.
-
-    Raises:
-        ValueError: no sample is left.
+    Call it after the advantages, so that stale samples still count in the means of their groups. ValueError if none is left.
     """
     staleness, group, device = made.others["staleness"], session.engine.groups.data, session.engine.device
     assert config.server is not None and made.sample_mask is not None

@@ -1,4 +1,4 @@
-"""Experience that is not sampled now: recorded rollouts, and demonstrations beside the samples."""
+"""Experience that is not sampled now: recorded rollouts, and demonstrations added to the samples."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from parallel_rl.training.data.records.source import Records
 from parallel_rl.training.progress import TrainProgress
 from parallel_rl.training.session import Session
 
-_EXPERTS = 1 << 48  # beyond the ids of all samples of a run
+_EXPERTS = 1 << 48  # above the ids of all samples of a run
 
 
 def recorded_experience(session: Session, config: RLConfig, at: TrainProgress) -> tuple[Experience, float | None]:
-    """This data rank's share of the next recorded rollouts; their mean reward, unless the file has advantages instead."""
+    """Read this data rank's next recorded rollouts, and their mean reward unless they have advantages."""
     engine, records = session.engine, session.data.rollouts
     first, count = at.next("rollouts"), config.prompts * config.group_size
     batch = raise_on_all_ranks(partial(_read, records, first, count))
@@ -55,7 +55,7 @@ def recorded_experience(session: Session, config: RLConfig, at: TrainProgress) -
 
 
 def _with_turns(made: Experience, records: Sequence[Rollout]) -> Experience:
-    """With the turns of each token; those of the environment carry no loss."""
+    """Add the turn of each token; tokens of the environment carry no loss."""
     turns = torch.zeros_like(made.input_ids)
     for row, record in enumerate(records):
         if record.segments is not None:
@@ -65,7 +65,7 @@ def _with_turns(made: Experience, records: Sequence[Rollout]) -> Experience:
 
 
 def demonstrations(session: Session, config: RLConfig, at: TrainProgress) -> Experience:
-    """This data rank's share of the next demonstrations, each update's in order."""
+    """Read this data rank's next demonstrations, ordered by update."""
     first, groups = at.next("examples"), session.engine.groups
     positions = [first + position for position in local_shares(config.experts, config.updates, groups)]
     examples = session.data.read(session.data.examples, positions)

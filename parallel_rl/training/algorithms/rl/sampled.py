@@ -1,4 +1,4 @@
-"""Fresh samples of an RL step with their rewards, from the trainer's own sampler or from servers."""
+"""Fresh samples of an RL step with their rewards, from the trainer's sampler or from servers."""
 
 from __future__ import annotations
 
@@ -25,15 +25,12 @@ from parallel_rl.training.session import Session
 
 
 def sampled_experience(session: Session, config: RLConfig, at: TrainProgress) -> tuple[Experience, float]:
-    """This data rank's samples of the next prompts with raw rewards, each update's in order; the policy's mean reward.
+    """Sample the next prompts of this data rank, ordered by update, with raw rewards and their mean.
 
-    With dynamic sampling, prompts further on in the stream take the places of those that do not stay.
-
-    Raises:
-        ValueError: see `draw_groups`.
+    With dynamic sampling, later prompts of the stream replace those that are dropped. ValueErrors as of `draw_groups`.
     """
     engine = session.engine
-    # A group stays on one data rank, and each update has the same prompts in every layout.
+    # a group stays on one data rank, and each update has the same prompts in every layout
     positions = [at.next("train") + index for index in local_shares(config.prompts, config.updates, engine.groups)]
 
     def draw(missing: Sequence[int], number: int) -> tuple[Samples, Tensor]:
@@ -48,17 +45,14 @@ def sampled_experience(session: Session, config: RLConfig, at: TrainProgress) ->
 
 
 def asked(session: Session, config: RLConfig, positions: Sequence[int]) -> tuple[list[Prompt], list[int]]:
-    """The prompt of each sample for these positions of the stream, `group_size` times each, and the samples' ids."""
+    """Return the prompt and the id of each of `group_size` samples at these positions of the stream."""
     size, data = config.group_size, session.data
     chosen = [prompt for prompt in data.read(data.train, positions) for _ in range(size)]
     return chosen, [position * size + index for position in positions for index in range(size)]
 
 
 def _draw(session: Session, config: RLConfig, step: int, positions: Sequence[int]) -> tuple[Samples, Tensor]:
-    """`group_size` completions of the prompt at each position of the stream, and their rewards; none for no positions.
-
-    The reward of a sample that failed is NaN.
-    """
+    """Draw and score `group_size` completions of the prompt at each position; failed rewards are NaN."""
     engine, size = session.engine, config.group_size
     prompts, ids = asked(session, config, positions)
     settings, seed = engine.config.sampling, 2 * engine.config.run.seed
@@ -93,7 +87,7 @@ def _draw(session: Session, config: RLConfig, step: int, positions: Sequence[int
 
 
 def _record(engine: Engine, made: Experience, step: int) -> None:
-    """One file a step and data rank, so that a step that is done again after a resume replaces its own."""
+    """Write one file per step and data rank; a step repeated after a resume replaces its own."""
     where, fields = engine.groups, made.tensors()
     if where.tp_rank or where.cp_rank or not is_last_stage():
         return

@@ -27,7 +27,7 @@ from parallel_rl.vocab.truncation import KEEP_ALL, Truncation
 
 
 def rl_step(session: Session, config: RLConfig, at: TrainProgress) -> StepMetrics:
-    """Make `updates` optimizer steps on fresh samples or on the next recorded rollouts, each on its share of the prompts."""
+    """Make `updates` optimizer steps on fresh samples or on the next recorded rollouts."""
     policy, step = session.policy, at.step
     if session.served is not None:
         ask_ahead(session, config, at)
@@ -49,7 +49,7 @@ def rl_step(session: Session, config: RLConfig, at: TrainProgress) -> StepMetric
         metrics |= {f"critic_{name}": value for name, value in combine_updates(results).items() if name != "tokens"}
         if step < config.critic.warmup_steps:
             return {**metrics, "tokens": combine_updates(results)["tokens"]}
-    if config.experts:  # for the policy alone: a critic would take their returns for 0
+    if config.experts:  # the policy only: a critic would read their returns as 0
         experts, sizes = policy.balance(demonstrations(session, config, at), config.updates, beside=parts)
         pairs = zip(parts, experts.split(sizes), strict=True)
         parts = [Experience.concat([part, beside], fill=True) for part, beside in pairs]
@@ -68,7 +68,7 @@ def rl_step(session: Session, config: RLConfig, at: TrainProgress) -> StepMetric
 
 
 def _with_advantages(session: Session, config: RLConfig, made: Experience) -> tuple[Experience, StepMetrics]:
-    """Experience with log-probs, shaped rewards and advantages (recorded ones stay); metrics of the KLs in them."""
+    """Add log-probs, shaped rewards and advantages (recorded ones stay); return metrics of the KLs."""
     groups, controller, kl = session.engine.groups, session.kl_controller, StepMetrics()
     made = made.with_fields(**ask_models(made, _models(session, config), config.reward_kl))
     if "teacher_token_logprobs" in config.advantages.needs:
@@ -85,13 +85,13 @@ def _with_advantages(session: Session, config: RLConfig, made: Experience) -> tu
         valid = made.token_mask & made.sample_mask[:, None]
         mean = mean_over_ranks(made.kl[valid], groups.data, session.engine.device)
         kl |= {"kl_coefficient": controller.value}
-        kl |= {} if math.isnan(mean) else {"reward_kl": mean}  # where every sample is masked there is none
+        kl |= {} if math.isnan(mean) else {"reward_kl": mean}  # undefined if every sample is masked
     estimates = compute_advantages(made.data(), config.advantages, groups, controller)
     return replace(made, advantages=estimates.advantages, returns=estimates.returns), kl
 
 
 def _models(session: Session, config: RLConfig) -> Models:
-    """The models that give the fields that the loss or the estimator reads."""
+    """Choose the models that give the fields of the loss and the estimator."""
     policy, sampling, needs = session.policy, session.engine.config.sampling, {*config.advantages.needs}
 
     def log_probs(model: torch.nn.Module | None, rule: Truncation = KEEP_ALL) -> Callable[[Experience], Tensor]:
@@ -102,7 +102,7 @@ def _models(session: Session, config: RLConfig) -> Models:
         others["teacher_token_logprobs"] = log_probs(session.teacher)
     if "sum_pi_squared" in needs:
 
-        @lru_cache(maxsize=1)  # both scores of the untruncated policy are read in one pass
+        @lru_cache(maxsize=1)  # one pass gives both scores of the untruncated policy
         def scores(made: Experience) -> tuple[Tensor, Tensor]:
             return policy.log_probs_and_squares(made, temperature=sampling.temperature)
 
@@ -118,7 +118,7 @@ def _models(session: Session, config: RLConfig) -> Models:
 
 
 def _teacher_metrics(session: Session, made: Experience) -> StepMetrics:
-    """Mean log-ratio of policy and teacher on the sampled tokens, an estimate of the reverse KL, and its mean size."""
+    """Measure the mean log-ratio of policy and teacher on sampled tokens (reverse KL), and its mean size."""
     fields, valid = made.data(), made.token_mask.bool()
     valid = valid if made.sample_mask is None else valid & made.sample_mask.bool()[:, None]
     ratio = (fields.get("untruncated_logprobs", fields["prev_logprobs"]) - fields["teacher_token_logprobs"])[valid]

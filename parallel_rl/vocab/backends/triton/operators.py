@@ -1,7 +1,4 @@
-"""The kernels as torch operators, `torch.ops.parallel_rl.*`: traced by torch.compile, captured by CUDA graphs.
-
-They are steps of `token_stats`, which is differentiable; the operators alone are not.
-"""
+"""The kernels as torch operators, `torch.ops.parallel_rl.*`: traced by torch.compile, captured by CUDA graphs."""
 
 from __future__ import annotations
 
