@@ -45,7 +45,7 @@ def callbacks_of(config: TransformerConfig) -> StepOfCallbacks:
 def postponed(
     loss: Callable[[Tensor], tuple[Tensor, Metrics]], postpone: Callable[[ValueError], bool], output: Tensor
 ) -> tuple[Tensor, Metrics]:
-    """Run the loss of a micro-batch; give an error that only the last stage would raise to `postpone`, and return zero."""
+    """Run the loss of a micro-batch; give its ValueError to `postpone` and return zero."""
     try:
         return loss(output)
     except ValueError as error:

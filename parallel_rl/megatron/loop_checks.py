@@ -97,7 +97,7 @@ def warn_of_left_gradient(output: Tensor) -> None:
 
 
 def check_owner(output: Tensor, model: torch.nn.Module) -> None:
-    """Raise ValueError if the parameter nearest to `output` in its graph is not one of `model`, which has the fused head."""
+    """Raise ValueError if the parameter nearest to `output` in its graph is not one of `model`."""
     nearest = next(iter(_nearest(output)), None)
     if nearest is not None and all(nearest is not weight for weight in model.parameters()):
         raise ValueError(
@@ -116,7 +116,7 @@ def check_normalised(logits: Tensor) -> None:
 
 
 def _nearest(output: Tensor) -> Iterator[Tensor]:
-    """Yield the parameters of the graph behind the model's output, the nearest first, among its first nodes."""
+    """Yield the parameters in the first nodes of the graph behind `output`, the nearest first."""
     nodes = [output.grad_fn]
     for node in nodes:
         if len(nodes) < _NODES and node is not None:

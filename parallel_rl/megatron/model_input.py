@@ -210,7 +210,7 @@ def forward_logits(model: torch.nn.Module, batch: ModelInput, *, mtp: bool = Fal
 
 @contextmanager
 def _embedding_with_gradient(model: torch.nn.Module) -> Iterator[None]:
-    """Give the output of a frozen embedding a gradient, without which Megatron's recomputation drops those behind it."""
+    """Require a gradient of a frozen embedding's output, or recomputation drops those behind it."""
     embedding = getattr(model, "embedding", None)  # of the first stage
     recomputes = get_model_config(model).recompute_granularity is not None and torch.is_grad_enabled()
     if embedding is None or not recomputes or any(weight.requires_grad for weight in embedding.parameters()):

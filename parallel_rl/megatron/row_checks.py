@@ -122,7 +122,7 @@ def warn_of_shifted_mask(batches: Sequence[Mapping[str, object]], needs: Require
 
 
 def _edges(data: Mapping[str, object], field: object) -> Tensor | None:
-    """Return a field before, at the first, at the last and after the last valid token of each row: [4, rows]."""
+    """Return a field before, at the first, at the last and after the last valid token: [4, rows]."""
     mask = data.get("token_mask")
     if not (
         isinstance(mask, torch.Tensor) and isinstance(field, torch.Tensor) and checks_values(field) and mask.dim() == 2

@@ -8,7 +8,7 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class RecomputeConfig:
-    """Activations that the backward recomputes instead of keeping them, in Megatron's words. Numbers stay the same.
+    """Activations that the backward recomputes, by Megatron's names; the numbers stay the same.
 
     Attributes:
         granularity: "full" keeps the inputs of layers only, "selective" recomputes the inside of `modules`.
