@@ -138,6 +138,8 @@ def check_heads(config: TransformerConfig, trains_heads: bool) -> None:
         raise ValueError(
             "mtp_loss is given, but mtp_num_layers = None: the model has no heads of multi-token prediction"
         )
+    if trains_heads and config.mtp_loss_scaling_factor is None:  # the default of megatron-core 0.15
+        raise ValueError("mtp_loss_scaling_factor = None with mtp_loss; set the weight of the heads' loss, such as 0.1")
     if trains_heads and getattr(config, "mtp_detach_heads", False):
         raise ValueError(
             "mtp_detach_heads = True with mtp_loss: the loss of the heads would train the LM head, which they share; "
