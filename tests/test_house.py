@@ -18,9 +18,9 @@ FLOORS = (
     ("agreement", "functional", "layout", "schema"),
     ("counts", "metrics", "prefix_tree", "statistics", "vocab"),
     ("advantages", "losses", "servers"),
-    ("experience", "explain", "packing", "plan", "port", "recipes"),
+    ("experience", "explain", "packing", "plan", "recipes"),
     ("compat", "hosts", "megatron"),
-    ("testing",),
+    ("port", "testing"),
     ("doctor", "training", "verify"),
     ("cli",),
 )

@@ -7,13 +7,16 @@ plain sum; the worker multiplies it by micro-batches and data ranks. SkyRL adds 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from parallel_rl.hosts.fit import Setting, check_fits, check_settings, losses_of, read_setting, scales_with_advantages
+from parallel_rl.hosts.function_loss import FunctionLoss, on_rows
 from parallel_rl.hosts.scaling import floats
+from parallel_rl.losses.core.base import LossFn
 from parallel_rl.losses.policy import PolicyLoss
 from parallel_rl.metrics import Metric, Metrics
 
@@ -128,3 +131,27 @@ def _check_correction(config: object) -> None:
                 f"{key} = {value!r} is applied by SkyRL's own losses alone; leave it out, and give the loss importance or "
                 "rejection"
             )
+
+
+def skyrl(policy_loss: Callable[..., tuple], config: object = None) -> FunctionLoss:
+    """Adapt a SkyRL policy loss: (log_probs, old_log_probs, advantages, config, mask, ...) → (loss, ...).
+
+    The advantages come divided by the step's tokens, as SkyRL's loss_reduction "token_mean" has it. SkyRL multiplies by
+    micro-batches and data ranks, DDP and Megatron divide by them; both are left out here.
+
+    >>> skyrl(lambda new, old, advantages, config, mask, rollout: (-(advantages * new * mask).sum(), {})).fields
+    ('advantages', 'prev_logprobs')
+    """
+
+    def rows(logprobs: Tensor, mask: Tensor, data: Mapping[str, Tensor], seqs: Tensor, toks: Tensor) -> Tensor:
+        old, advantages = (torch.where(mask, data[name], 0) for name in ("prev_logprobs", "advantages"))
+        loss: Tensor = policy_loss(logprobs, old, advantages / toks, config, mask.to(logprobs), None)[0]
+        return loss
+
+    rows.__name__ = getattr(policy_loss, "__name__", "skyrl")
+    return on_rows(rows, ("advantages", "prev_logprobs"))
+
+
+def through(loss_fn: LossFn) -> FunctionLoss:
+    """Run a loss of this library in the framework's call, as a subject of the law."""
+    return skyrl(policy_loss(loss_fn))

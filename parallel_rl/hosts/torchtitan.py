@@ -6,12 +6,16 @@ rows have no bounds, so a loss must not look beyond a token.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from parallel_rl.groups import ParallelGroups
 from parallel_rl.hosts.fit import check_fits, check_learns, unit_of
+from parallel_rl.hosts.function_loss import FunctionLoss, named, row_logprobs
+from parallel_rl.losses.core.base import LossFn
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -102,3 +106,32 @@ class HostLoss:
             f"loss/{name.removesuffix('_max')}/max": metrics[name] for name, part in parts.items() if part.kind == "max"
         }
         return loss, {"loss/mean": loss.detach(), **means, **most}
+
+
+def torchtitan(loss: Callable[..., tuple]) -> FunctionLoss:
+    """Adapt a torchtitan RL loss: (logits [T, V], labels [T], global_valid_tokens, ...) → (loss, metrics).
+
+    The rows lie one after the other, with shifted labels; generator_logprobs are prev_logprobs. Nothing is multiplied.
+
+    >>> torchtitan(lambda logits, labels, tokens, **fields: (logits.sum() / tokens, {})).axes == ROWS
+    True
+    """
+
+    def run(logits: Tensor, data: Mapping[str, Tensor], seqs: Tensor, toks: Tensor) -> Tensor:
+        _, mask = row_logprobs(logits, data)
+        here = mask[:, 1:]
+        old, advantages, ids = (
+            torch.where(mask, data[name], 0)[:, 1:].flatten() for name in ("prev_logprobs", "advantages", "input_ids")
+        )
+        z = torch.where(here[..., None], logits[:, :-1], 0).flatten(0, 1)
+        result: Tensor = loss(
+            z, ids, toks, generator_logprobs=old, advantages=advantages, loss_mask=here.flatten()
+        )[0]  # fmt: skip
+        return result
+
+    return named(loss, run, ("advantages", "prev_logprobs"))
+
+
+def through(loss_fn: LossFn) -> FunctionLoss:
+    """Run a loss of this library in the framework's call, as a subject of the law."""
+    return torchtitan(HostLoss(loss_fn))

@@ -7,13 +7,17 @@ own tokens.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Protocol
 
 import torch
+from torch import Tensor
 
 from parallel_rl.groups import ParallelGroups
 from parallel_rl.hosts.fit import check_fits, unit_of
+from parallel_rl.hosts.function_loss import FunctionLoss, named, row_logprobs
+from parallel_rl.losses.core.base import LossFn
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -81,3 +85,29 @@ def compute_loss_func(loss_fn: LossFn, groups: ParallelGroups | None = None) -> 
         return loss
 
     return call
+
+
+def hugging_face(compute_loss_func: Callable[..., Tensor]) -> FunctionLoss:
+    """Adapt a `compute_loss_func` of Trainer and TRL: (outputs, labels, num_items_in_batch) → loss.
+
+    `outputs.logits` [B, S, V], `labels` [B, S] with −100 at masked places, the count of the whole accumulation. The Trainer
+    multiplies by the number of processes and DDP divides by it; both are left out here.
+
+    >>> def loss(outputs, labels, num_items_in_batch=None):
+    ...     return torch.nn.functional.cross_entropy(
+    ...         outputs.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), reduction="sum") / num_items_in_batch
+    >>> hugging_face(loss).name
+    'loss'
+    """
+
+    def run(logits: Tensor, data: Mapping[str, Tensor], seqs: Tensor, toks: Tensor) -> Tensor:
+        _, mask = row_logprobs(logits, data)
+        labels = torch.where(mask, data["input_ids"], -100)
+        return compute_loss_func(SimpleNamespace(logits=logits), labels, num_items_in_batch=toks)
+
+    return named(compute_loss_func, run, ())
+
+
+def through(loss_fn: LossFn) -> FunctionLoss:
+    """Run a loss of this library in the framework's call, as a subject of the law."""
+    return hugging_face(compute_loss_func(loss_fn))

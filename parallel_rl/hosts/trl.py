@@ -13,7 +13,10 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
+from parallel_rl.hosts.function_loss import FunctionLoss, on_rows
+from parallel_rl.losses.core.base import LossFn
 from parallel_rl.losses.policy import PolicyLossFn
 from parallel_rl.losses.preference import DPOLossFn
 from parallel_rl.metrics import Metrics
@@ -279,3 +282,16 @@ def _log(trainer: object, numbers: Mapping[str, Tensor]) -> None:
     for name, x in numbers.items():
         mean = trainer.accelerator.gather(x.detach().double().reshape(1)).mean().item()  # type: ignore[attr-defined]
         trainer._metrics[mode][name].append(mean)  # type: ignore[attr-defined]
+
+
+def through(loss_fn: LossFn) -> FunctionLoss:
+    """Run a loss of this library in the framework's call, as a subject of the law."""
+    if not isinstance(loss_fn, PolicyLossFn):
+        raise ValueError(f"--through trl takes the losses of GRPOTrainer, name: policy; got {type(loss_fn).__name__}")
+    options = vars(loss_fn.config)
+
+    def rows(logprobs: Tensor, mask: Tensor, data: Mapping[str, Tensor], seqs: Tensor, toks: Tensor) -> Tensor:
+        fields = {name: data[name] for name in loss_fn.requirements.names}
+        return grpo_loss(logprobs, None, {"response_mask": mask, **fields}, (seqs, toks), options)[0]
+
+    return on_rows(rows, loss_fn.requirements.names)

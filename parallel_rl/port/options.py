@@ -4,11 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from parallel_rl.port.nemo_rl import from_nemo_rl
-from parallel_rl.port.ported import Ported
-from parallel_rl.port.verl import from_verl
-
-_NEMO_RL = ("grpo", "ppo", "dpo", "sft", "rm", "distillation")
+from parallel_rl.hosts.ported import Ported
+from parallel_rl.hosts.registry import FRAMEWORKS, part
 
 
 def options_of(host_config: Mapping[str, object]) -> Ported:
@@ -25,15 +22,12 @@ def options_of(host_config: Mapping[str, object]) -> Ported:
     """
     if not isinstance(host_config, Mapping):
         raise ValueError(f"a config must be a mapping, got {type(host_config).__name__}")
-    if "actor_rollout_ref" in host_config:
-        return from_verl(host_config)
-    if (
-        "loss_fn" in host_config
-        or {"eval", "generation"} <= host_config.keys()
-        or ("policy" in host_config and any(name in host_config for name in _NEMO_RL))
-    ):
-        return from_nemo_rl(host_config)
+    ports = [part(framework.port) for framework in FRAMEWORKS.values() if framework.port]
+    for port in ports:
+        if port.recognises(host_config):
+            ported: Ported = port.convert(host_config)
+            return ported
     raise ValueError(
         f"the config has the sections {', '.join(map(str, host_config)) or 'none'}, which are of no framework known here; "
-        f"supported are NeMo-RL (policy, and loss_fn or one of {', '.join(_NEMO_RL)}) and verl (actor_rollout_ref)"
+        f"supported are {' and '.join(port.SECTIONS for port in ports)}"
     )

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from parallel_rl.config.yaml_files import parsed
-from parallel_rl.port.ported import Tree
+from parallel_rl.hosts.ported import Tree
 
 _REFERENCE = re.compile(r"\$\{([.A-Za-z_][\w.]*)\}")
 # a key, or the value after it, which may be a reference

@@ -10,15 +10,20 @@
 - `run_world`: run your tests on real gloo ranks
 """
 
+from parallel_rl.hosts.function_loss import FunctionLoss, on_rows
+from parallel_rl.hosts.nemo_rl.law import nemo_rl
+from parallel_rl.hosts.skyrl import skyrl
+from parallel_rl.hosts.slime.law import slime
+from parallel_rl.hosts.torchtitan import torchtitan
+from parallel_rl.hosts.transformers import hugging_face
+from parallel_rl.hosts.verl.law import verl
 from parallel_rl.testing.cases import Case
 from parallel_rl.testing.check import Limits, check_law
 from parallel_rl.testing.diagnosis import Finding
-from parallel_rl.testing.hosts import hugging_face, nemo_rl, on_rows, skyrl, slime, torchtitan, verl
 from parallel_rl.testing.law_test import law_test
 from parallel_rl.testing.layouts import Layout
 from parallel_rl.testing.pool import WorldError, run_world
 from parallel_rl.testing.report import LawBroken, Report
-from parallel_rl.testing.subjects import FunctionLoss
 from parallel_rl.testing.whole_step.face import check_step
 from parallel_rl.testing.whole_step.layouts import StepLayout
 

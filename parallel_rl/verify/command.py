@@ -11,13 +11,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from parallel_rl.hosts.registry import FRAMEWORKS
+
 if TYPE_CHECKING:
     from parallel_rl.testing.cases import Subject
     from parallel_rl.testing.report import Report
 
 BROKEN = 1  # exit status where the law does not hold; 2 is bad input
-
-HOSTS = ("nemo_rl", "verl", "slime", "trl", "transformers", "skyrl", "torchtitan")
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -43,7 +43,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     )
     parser.add_argument(
         "--through",
-        choices=("groups", "megatron", *HOSTS),
+        choices=("groups", "megatron", *FRAMEWORKS),
         default="groups",
         help="how the loss is run: by itself on process groups; in megatron-core's schedule, with its pipeline, its loss "
         "callback and its data parallelism; or in the call of another framework, over data ranks and micro-batches (default: "
@@ -130,7 +130,7 @@ def run(arguments: argparse.Namespace, of_config: Callable[[str], Subject]) -> i
         )
     way = find_way("megatron" if arguments.through == "megatron" else "groups")
     subjects = _subjects(arguments, of_config)
-    if arguments.through in HOSTS:
+    if arguments.through in FRAMEWORKS:
         from parallel_rl.verify.hosts import through_host
 
         if not (arguments.loss or arguments.config):

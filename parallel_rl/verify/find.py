@@ -7,11 +7,12 @@ import sys
 from typing import get_args
 
 from parallel_rl.config.strict import nearest
+from parallel_rl.hosts.function_loss import FunctionLoss
 from parallel_rl.losses.core.base import LossFn
 from parallel_rl.losses.registry import get_loss, losses
 from parallel_rl.testing.batches import PLACEHOLDER, REWARD_IDS
 from parallel_rl.testing.cases import Case, Subject
-from parallel_rl.testing.subjects import FunctionLoss, subject_of
+from parallel_rl.testing.subjects import subject_of
 
 _NEEDED: dict[str, dict[str, object]] = {  # what has no default
     "prm": {"placeholder_token_id": PLACEHOLDER, "reward_token_ids": REWARD_IDS},

@@ -9,8 +9,8 @@ import pytest
 import yaml
 
 from parallel_rl.cli import main
+from parallel_rl.hosts.port_report import KINDS
 from parallel_rl.port.options import options_of
-from parallel_rl.port.report import KINDS
 from tests.port.test_nemo_rl import NEMO
 from tests.port.test_port import NEMO_PPO, VERL, VERL_PPO
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from parallel_rl.config.strict import configure
+from parallel_rl.hosts.ported import Ported
 from parallel_rl.port.options import options_of
-from parallel_rl.port.ported import Ported
 from parallel_rl.training.config.train import TrainConfig
 
 MEGATRON = {

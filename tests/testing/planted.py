@@ -11,6 +11,7 @@ from torch import Tensor
 
 from parallel_rl import LossFn, Metrics, TokenBatch
 from parallel_rl.groups import group_size, group_sum
+from parallel_rl.hosts.function_loss import FunctionLoss
 from parallel_rl.layout import SequenceLayout
 from parallel_rl.losses import Field, NoConfig, Requirements
 from parallel_rl.losses.core.batch import ModelOutput
@@ -22,7 +23,7 @@ from parallel_rl.metrics import Metric
 from parallel_rl.testing import faults
 from parallel_rl.testing.cases import EVERY_AXIS, Case, Subject
 from parallel_rl.testing.faults import Fault
-from parallel_rl.testing.subjects import FunctionLoss, subject_of
+from parallel_rl.testing.subjects import subject_of
 from parallel_rl.vocab.stats import stats_of_shard
 
 Result = tuple[Tensor, Metrics]

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from parallel_rl.cli import main
+from parallel_rl.hosts.registry import FRAMEWORKS, part
 from parallel_rl.verify.layouts import of_words
 
 ROOT = Path(__file__).parents[2]
@@ -183,11 +184,12 @@ def test_through_a_host(host: str, loss: str, options: str, capsys: pytest.Captu
     assert report["ok"] and len(report["layouts"]) == 1
 
 
-def test_the_command_names_every_host() -> None:
-    """By names of its own, so that `--help` loads no torch."""
-    from parallel_rl.verify import command, hosts
-
-    assert tuple(hosts.HOSTS) == command.HOSTS
+def test_every_framework_has_its_parts() -> None:
+    for name, framework in FRAMEWORKS.items():
+        assert framework.law.startswith(name) and callable(part(framework.law).through)
+        if framework.port is not None:
+            port = part(framework.port)
+            assert port.SECTIONS and not port.recognises({}) and callable(port.convert)
 
 
 def test_a_fault_shows_through_a_host(capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,22 +6,36 @@ from collections.abc import Mapping
 
 from parallel_rl.advantages import AdvantageEstimator
 from parallel_rl.config.strict import configure
+from parallel_rl.hosts.ported import Ported, Reader, Tree, ported, reader_of
+from parallel_rl.hosts.verl import keys
+from parallel_rl.hosts.verl.keys import TABLE
+from parallel_rl.hosts.verl.port_advantages import (
+    advantages_of,
+    dynamic_sampling,
+    kl_in_reward,
+    overlong,
+    weigh_baseline,
+)
+from parallel_rl.hosts.verl.port_run import optimizer_of, ranks_of, run_of, steps_of
 from parallel_rl.losses.policy_config import PolicyLossConfig
-from parallel_rl.port import verl_keys
-from parallel_rl.port.ported import Ported, Reader, Tree, ported, reader_of
-from parallel_rl.port.verl_advantages import advantages_of, dynamic_sampling, kl_in_reward, overlong, weigh_baseline
-from parallel_rl.port.verl_keys import TABLE
-from parallel_rl.port.verl_run import optimizer_of, ranks_of, run_of, steps_of
 
 _SEQUENCE_MEAN = ("sapo", "geo_mean")
 # gspo bounds only the upper side of its exponent; the others clamp the log-ratio
 _CLAMPED = ("vanilla", "sapo", "cispo", "dppo_tv", "dppo_kl")
 
 
-def from_verl(config: Mapping[str, object]) -> Ported:
+SECTIONS = "verl (actor_rollout_ref)"
+
+
+def recognises(config: Mapping[str, object]) -> bool:
+    """Tell verl's configs by their sections."""
+    return "actor_rollout_ref" in config
+
+
+def convert(config: Mapping[str, object]) -> Ported:
     """Convert a config of verl, see `options_of`.
 
-    >>> ported = from_verl({"actor_rollout_ref": {"actor": {"clip_ratio_high": 0.28}}})
+    >>> ported = convert({"actor_rollout_ref": {"actor": {"clip_ratio_high": 0.28}}})
     >>> ported.config["rl"]["loss"]["options"]["surrogate"]
     {'name': 'ppo', 'clip_low': 0.2, 'clip_high': 0.28, 'dual_clip': 3.0}
     """
@@ -200,16 +214,16 @@ def _averaged(actor: Reader, data: Reader, mode: str) -> Tree:
         elif given != "seq-mean-token-mean":
             actor.drop("loss_agg_mode", f"with loss_mode = {mode!r}, which averages each sequence")
         return {"aggregation": "seq-mean-token-mean"}
-    if given not in verl_keys.AGGREGATIONS:
+    if given not in keys.AGGREGATIONS:
         raise ValueError(
-            f"{actor.path('loss_agg_mode')} = {given!r} is not carried over; supported are {', '.join(verl_keys.AGGREGATIONS)}"
+            f"{actor.path('loss_agg_mode')} = {given!r} is not carried over; supported are {', '.join(keys.AGGREGATIONS)}"
         )
     if given == "seq-mean-token-sum-norm":
         length = data.get("max_response_length", 512) if factor is None else factor
         return {"aggregation": "constant-length", "max_length": length}
     if factor is not None:
         actor.drop("loss_scale_factor", f"with loss_agg_mode = {given!r}")
-    return {"aggregation": verl_keys.AGGREGATIONS[given]}
+    return {"aggregation": keys.AGGREGATIONS[given]}
 
 
 def _entropy_and_kl(actor: Reader) -> Tree:
@@ -223,10 +237,10 @@ def _entropy_and_kl(actor: Reader) -> Tree:
         for key in ("kl_loss_type", "kl_loss_coef"):
             actor.note(key, "no_effect", why="without use_kl_loss")
         return out
-    estimator = verl_keys.KL.get(kind.removesuffix("+"))
+    estimator = keys.KL.get(kind.removesuffix("+"))
     if estimator is None:
         raise ValueError(
-            f"{actor.path('kl_loss_type')} = {kind!r} is not carried over; supported are {', '.join(verl_keys.KL)}, each with +"
+            f"{actor.path('kl_loss_type')} = {kind!r} is not carried over; supported are {', '.join(keys.KL)}, each with +"
         )
     if not coefficient:
         actor.drop("use_kl_loss", "with kl_loss_coef = 0")

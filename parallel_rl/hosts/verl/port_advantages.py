@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from parallel_rl.port.ported import OF_DIFFERENT_REWARDS, Reader, Tree
-from parallel_rl.port.verl_keys import KL
+from parallel_rl.hosts.ported import OF_DIFFERENT_REWARDS, Reader, Tree
+from parallel_rl.hosts.verl.keys import KL
 
 _OTB = "optimal_token_baseline"
 _ESTIMATORS = (

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from parallel_rl.config.json_text import brief
-from parallel_rl.port.report import NEEDED, Fate, Ledger, Row, Table, holds, lacks, summary
+from parallel_rl.hosts.port_report import NEEDED, Fate, Ledger, Row, Table, holds, lacks, summary
 
 Tree = dict[str, object]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from parallel_rl.port.ported import MEGATRON_SIZES, Reader, Tree, layout_of, number, room
+from parallel_rl.hosts.ported import MEGATRON_SIZES, Reader, Tree, layout_of, number, room
 
 _DTENSOR_SIZES = {
     "tensor": "tensor_parallel_size", "context": "context_parallel_size", "expert": "expert_parallel_size",

@@ -1,6 +1,6 @@
 """Keys of a NeMo-RL config (source and recipes of August 2026) that a port does not read, and their fates."""
 
-from parallel_rl.port.report import Table
+from parallel_rl.hosts.port_report import Table
 
 _SPEED = "speed and memory alone, in another program"
 _SAMPLER = "of its generation engine"

@@ -6,14 +6,13 @@ from collections.abc import Mapping
 from dataclasses import fields
 
 from parallel_rl.config.strict import configure
+from parallel_rl.hosts.nemo_rl.keys import TABLE
+from parallel_rl.hosts.nemo_rl.port_run import ranks_of, run_of, shape_of, steps_of
+from parallel_rl.hosts.nemo_rl.port_sections import advantages_of, optimizer_of
+from parallel_rl.hosts.ported import OF_DIFFERENT_REWARDS, Ported, Reader, Tree, ported, reader_of
 from parallel_rl.losses.clipped_pg_config import ClippedPGLossConfig
 from parallel_rl.losses.distillation import DistillationLossConfig
 from parallel_rl.losses.preference import DPOLossConfig
-from parallel_rl.port.nemo_rl_advantages import advantages_of
-from parallel_rl.port.nemo_rl_keys import TABLE
-from parallel_rl.port.nemo_rl_optimizer import optimizer_of
-from parallel_rl.port.nemo_rl_run import ranks_of, run_of, shape_of, steps_of
-from parallel_rl.port.ported import OF_DIFFERENT_REWARDS, Ported, Reader, Tree, ported, reader_of
 
 _CLIPPED = {field.name: field.default for field in fields(ClippedPGLossConfig)}
 _TIS = "truncated_importance_sampling_"
@@ -27,11 +26,21 @@ _NOT_HERE = (
 )  # fmt: skip
 
 
-def from_nemo_rl(config: Mapping[str, object]) -> Ported:
+_OBJECTIVES = ("grpo", "ppo", "dpo", "sft", "rm", "distillation")
+SECTIONS = f"NeMo-RL (policy, and loss_fn or one of {', '.join(_OBJECTIVES)})"
+
+
+def recognises(config: Mapping[str, object]) -> bool:
+    """Tell NeMo-RL's configs by their sections."""
+    objective = "policy" in config and any(name in config for name in _OBJECTIVES)
+    return objective or "loss_fn" in config or {"eval", "generation"} <= config.keys()
+
+
+def convert(config: Mapping[str, object]) -> Ported:
     """Convert a config of NeMo-RL, see `options_of`.
 
     >>> loss = {"ratio_clip_max": 0.28, "force_on_policy_ratio": True}
-    >>> from_nemo_rl({"loss_fn": loss}).config["rl"]["loss"]["options"]["force_on_policy_ratio"]
+    >>> convert({"loss_fn": loss}).config["rl"]["loss"]["options"]["force_on_policy_ratio"]
     True
     """
     root = reader_of(config)

@@ -23,9 +23,9 @@ from parallel_rl.hosts.fit import (
     unit_of,
 )
 from parallel_rl.hosts.scaling import averaged, floats
+from parallel_rl.hosts.verl.keys import AGGREGATIONS
 from parallel_rl.losses.policy import PolicyLoss
 from parallel_rl.metrics import Metric, Metrics
-from parallel_rl.port.verl_keys import AGGREGATIONS
 from parallel_rl.validation import checks_values
 
 if TYPE_CHECKING:

@@ -1,6 +1,6 @@
 """Names of verl (0.9.1), keys that a port does not read, and their fates."""
 
-from parallel_rl.port.report import Table
+from parallel_rl.hosts.port_report import Table
 
 # our aggregation for each loss_agg_mode
 AGGREGATIONS = {

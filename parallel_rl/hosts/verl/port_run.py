@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from parallel_rl.port.ported import Reader, Tree, cosine, layout_of, number, optimizer, room
+from parallel_rl.hosts.ported import Reader, Tree, cosine, layout_of, number, optimizer, room
 
 _RECOMPUTE = {"granularity", "method", "num_layers", "modules"}
 _NO_STEPS = "epochs × records / rl.prompts, if no number of steps is given"

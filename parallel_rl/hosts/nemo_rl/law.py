@@ -1,0 +1,44 @@
+"""NeMo-RL's losses under the law, and ours in NeMo-RL's call under the law."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor
+
+from parallel_rl.hosts.function_loss import FunctionLoss, named, row_logprobs
+from parallel_rl.hosts.nemo_rl.loss import HostLoss
+from parallel_rl.losses.core.base import LossFn
+
+
+def nemo_rl(loss: Callable[..., tuple], fields: tuple[str, ...] = ()) -> FunctionLoss:
+    """Adapt a NeMo-RL loss: (next_token_logprobs, data, valid_seqs, valid_toks) → (loss, metrics).
+
+    next_token_logprobs [B, S − 1]; `data` has the masks, input_ids and `fields`, 0 where no loss is carried. NeMo-RL adds
+    metrics up, but for those with _min and _max in their names, which are left out here, as is what it undoes: the factors of
+    Megatron and of context ranks.
+
+    >>> def loss(next_token_logprobs, data, global_valid_seqs, global_valid_toks):
+    ...     return -next_token_logprobs.sum() / global_valid_toks, {}
+    >>> nemo_rl(loss).name
+    'loss'
+    """
+
+    def run(
+        logits: Tensor, data: Mapping[str, Tensor], seqs: Tensor, toks: Tensor
+    ) -> tuple[Tensor, Mapping[str, float]]:
+        logprobs, mask = row_logprobs(logits, data)
+        given = {name: torch.where(mask, data[name], 0) for name in ("input_ids", *fields)}
+        given |= {"token_mask": mask.to(logits), "sample_mask": data["sample_mask"].to(logits)}
+        value, metrics = loss(
+            next_token_logprobs=logprobs[:, 1:], data=given, global_valid_seqs=seqs, global_valid_toks=toks
+        )
+        return value, {name: x for name, x in metrics.items() if not ("_min" in name or "_max" in name)}
+
+    return named(loss, run, fields)
+
+
+def through(loss_fn: LossFn) -> FunctionLoss:
+    """Run a loss of this library in the framework's call, as a subject of the law."""
+    return nemo_rl(HostLoss(loss_fn), loss_fn.requirements.names)
