@@ -1,10 +1,10 @@
 """Experience from prompts: samples, rewards, log-probs, KL, shaping, dynamic sampling, advantages."""
 
+from importlib import import_module
+
 from parallel_rl.experience.dynamic_sampling import Drawn, DynamicSampling, draw_groups
 from parallel_rl.experience.failures import FailedSamplesConfig, SampleFailures
 from parallel_rl.experience.kl_control import AdaptiveKLController, FixedKLController, kl_controller
-from parallel_rl.experience.maker import ExperienceMaker, Made, Sources, text_rewards
-from parallel_rl.experience.maker_config import ExperienceConfig
 from parallel_rl.experience.pipeline import Models, ask_models, compute_advantages, shape_rewards
 from parallel_rl.experience.rewards import register_reward, reward_function
 from parallel_rl.experience.running_moments import RunningMoments
@@ -27,7 +27,9 @@ from parallel_rl.servers.completion_server import (
 from parallel_rl.servers.completions import Completion
 from parallel_rl.servers.http_reward import HTTPReward, HTTPRewardConfig, RewardServerError
 
+_OF_LIGHTRFT = ["ExperienceConfig", "ExperienceMaker", "Made", "Sources", "text_rewards"]
 __all__ = [
+    *_OF_LIGHTRFT,
     "AdaptiveKLController",
     "Completion",
     "CompletionServer",
@@ -36,13 +38,10 @@ __all__ = [
     "Drawn",
     "DynamicSampling",
     "Experience",
-    "ExperienceConfig",
-    "ExperienceMaker",
     "FailedSamplesConfig",
     "FixedKLController",
     "HTTPReward",
     "HTTPRewardConfig",
-    "Made",
     "Models",
     "Overlong",
     "RewardScale",
@@ -53,7 +52,6 @@ __all__ = [
     "Samples",
     "Sampling",
     "SoftOverlong",
-    "Sources",
     "StopProperly",
     "ask_models",
     "clip_filter_like_weight",
@@ -65,5 +63,11 @@ __all__ = [
     "register_reward",
     "reward_function",
     "shape_rewards",
-    "text_rewards",
 ]
+
+
+def __getattr__(name: str) -> object:
+    """Hand on the names of LightRFT's maker, which stands on a higher floor."""
+    if name in _OF_LIGHTRFT:
+        return getattr(import_module("parallel_rl.compat.lightrft.maker"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -17,7 +17,7 @@ from parallel_rl.prefix_tree import build_tree
 from parallel_rl.training.batching.bin_packing import Capacity, first_fit_decreasing
 from parallel_rl.training.batching.micro_batches import MicroBatch, fit
 
-Scored = Callable[[Mapping[str, Tensor]], Tensor]
+ScoredTokens = Callable[[Mapping[str, Tensor]], Tensor]
 
 
 class _Part(NamedTuple):
@@ -62,7 +62,7 @@ def pack_trees(rows: Samples, capacity: Capacity, together: int = 1) -> list[lis
 
 
 def tree_micro_batches(
-    rows: Samples, bins: Sequence[list[int]], *, device: torch.device, scored: Scored | None = None
+    rows: Samples, bins: Sequence[list[int]], *, device: torch.device, scored: ScoredTokens | None = None
 ) -> list[MicroBatch]:
     """Make micro-batches of the indices in `bins`, each a row of prefix trees.
 
@@ -145,7 +145,7 @@ def _tokens_by(rows: Samples, group: Tensor) -> Tensor:
     return torch.zeros(int(group[-1]) + 1, dtype=torch.int64).index_add_(0, group, tree.lengths - tree.shared)
 
 
-def _micro_batch(rows: Samples, indices: list[int], device: torch.device, scored: Scored | None) -> MicroBatch:
+def _micro_batch(rows: Samples, indices: list[int], device: torch.device, scored: ScoredTokens | None) -> MicroBatch:
     width = int(rows.lengths.max())
     data = {name: fit(field, width) if field.dim() == 2 else field for name, field in rows.data().items()}
     read = None if scored is None else scored(data).bool() | data["token_mask"].bool()

@@ -20,7 +20,7 @@ from parallel_rl.training.batching.balance import balance
 from parallel_rl.training.batching.bin_packing import Capacity, pack
 from parallel_rl.training.batching.micro_batches import MicroBatch, fit, in_order, micro_batches, width_unit
 from parallel_rl.training.batching.prefix_trees import (
-    Scored,
+    ScoredTokens,
     every_token,
     group_tokens,
     pack_trees,
@@ -93,7 +93,7 @@ class Learner:
         """Make the micro-batches of an optimizer step; under `batch.tokens`, `together` rows stay in one."""
         return self._batches(rows, together, self.loss_fn.scored)
 
-    def _batches(self, rows: Samples, together: int = 1, scored: Scored | None = None) -> list[MicroBatch]:
+    def _batches(self, rows: Samples, together: int = 1, scored: ScoredTokens | None = None) -> list[MicroBatch]:
         """Make micro-batches; `scored` marks tokens [B, S] read in addition to those of token_mask."""
         config, sizes, capacity = self.engine.config, self.engine.config.parallel, self.capacity
         unit = width_unit(tensor=sizes.tensor, context=sizes.context, sequence_parallel=sizes.sequence_parallel)
@@ -187,7 +187,7 @@ class Learner:
         rows: Samples,
         score: Callable[[list[MicroBatch]], list[Tensor]],
         together: int = 1,
-        scored: Scored | None = None,
+        scored: ScoredTokens | None = None,
     ) -> Tensor:
         """Compute [K, N, S] from a score of micro-batches, [K, B, S] or [B, S]."""
         batches = self._batches(rows, together, scored)

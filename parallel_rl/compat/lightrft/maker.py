@@ -13,6 +13,7 @@ from torch import Tensor
 from parallel_rl.advantages import moments
 from parallel_rl.advantages.table import SampleTable, by_group
 from parallel_rl.agreement import raise_on_all_ranks
+from parallel_rl.compat.lightrft.maker_config import ExperienceConfig
 from parallel_rl.config.strict import configure
 from parallel_rl.experience.dynamic_sampling import Drawn, draw_groups
 from parallel_rl.experience.failures import (
@@ -24,7 +25,6 @@ from parallel_rl.experience.failures import (
     without_lone,
 )
 from parallel_rl.experience.kl_control import kl_controller
-from parallel_rl.experience.maker_config import ExperienceConfig
 from parallel_rl.experience.pipeline import Models, ask_models, compute_advantages, is_truncated, shape_rewards
 from parallel_rl.experience.rewards import RewardFunction
 from parallel_rl.experience.running_moments import RunningMoments
