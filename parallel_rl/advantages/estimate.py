@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from parallel_rl.advantages import optimal_baseline, stepwise, tokenwise, weighted  # noqa: F401  (they register the estimators)
+from parallel_rl.advantages import grouped, optimal_baseline, tokenwise, weighted  # noqa: F401  (they register the estimators)
 from parallel_rl.advantages.base import AdvantageEstimator, Advantages
 from parallel_rl.advantages.table import by_group
 from parallel_rl.agreement import raise_on_all_ranks

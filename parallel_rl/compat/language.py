@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from parallel_rl.compat.dense import Count, as_count, token_mean
 from parallel_rl.functional.distillation import FiniteCrossEntropy
-from parallel_rl.functional.reward import cross_entropy
+from parallel_rl.functional.preference import cross_entropy
 from parallel_rl.groups import group_rank, group_size
 from parallel_rl.layout import CPLayout, SequenceLayout, valid_tokens
 from parallel_rl.losses.nll import NLLLoss

@@ -11,8 +11,7 @@ from torch.nn.functional import pad
 
 from parallel_rl.compat.dense import Count, as_count, row_mean
 from parallel_rl.functional.kl import straight_through
-from parallel_rl.functional.preference import dpo, ipo, kto_desirable, kto_undesirable
-from parallel_rl.functional.reward import log_exp, log_sigmoid
+from parallel_rl.functional.preference import dpo, ipo, kto_desirable, kto_undesirable, log_exp, log_sigmoid
 from parallel_rl.groups import ParallelGroups, group_rank
 from parallel_rl.statistics import Statistics
 

@@ -5,8 +5,10 @@
                    `dppo`, `rec` and `covariance` hold larger ones
     kl             KL estimators by value and gradient
     importance     weights against the mismatch of sampler and trainer, and their truncations
-    preference     DPO and its relatives, SimPO, ORPO, KTO
-    reward, value, supervised, distillation    terms of these losses
+    preference     DPO and its relatives, SimPO, ORPO, KTO, reward models
+    distillation   divergences of a teacher and a student
+
+The terms of `nll` and `value` stand with these losses.
 
 A function takes tensors of one shape and returns one number per element (or pair, or response). Reductions, masks, counts,
 process groups and state belong to `parallel_rl.losses`.

@@ -1,7 +1,6 @@
 """Catalogue of the losses, one file each, with their options; importing it registers them all."""
 
-from parallel_rl.losses.clipped_pg import ClippedPGLossFn
-from parallel_rl.losses.clipped_pg_config import ClippedPGLossConfig
+from parallel_rl.losses.clipped_pg import ClippedPGLossConfig, ClippedPGLossFn
 from parallel_rl.losses.coefficient import CoefficientScheduleConfig
 from parallel_rl.losses.components import ComponentConfig, ComponentsLossConfig, ComponentsLossFn
 from parallel_rl.losses.core.options import NoConfig
@@ -9,9 +8,10 @@ from parallel_rl.losses.core.requirements import Field, Requirements
 from parallel_rl.losses.distillation import (
     DistillationLossConfig,
     DistillationLossFn,
+    FullDistillationLossConfig,
+    FullDistillationLossFn,
 )
 from parallel_rl.losses.entropy_bonus import AdaptiveEntropyBonus, EntropyBonus, ScheduledEntropyBonus
-from parallel_rl.losses.full_distillation import FullDistillationLossConfig, FullDistillationLossFn
 from parallel_rl.losses.kto import KTOLossConfig, KTOLossFn
 from parallel_rl.losses.mix import MixLossConfig, MixLossFn, MuSchedule, MuScheduleConfig
 from parallel_rl.losses.nll import NLLLoss, NLLLossConfig

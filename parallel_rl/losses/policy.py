@@ -22,17 +22,19 @@ from parallel_rl.losses.core.measures import count_true, overflow_tokens, token_
 from parallel_rl.losses.core.requirements import Field, Requirements
 from parallel_rl.losses.entropy_bonus import EntropyBonus, EntropyCoefficient
 from parallel_rl.losses.off_policy import (
+    count_survivors,
     entropy_threshold,
     importance_weight,
     off_policy_keep,
     passed_rules,
+    policy_unit,
+    policy_weights,
     representable,
 )
 from parallel_rl.losses.policy_config import PolicyLossConfig
 from parallel_rl.losses.policy_metrics import clip_fractions, mismatch_metrics, mismatch_values
 from parallel_rl.losses.policy_shares import MaskedSurrogate, PolicyShares
 from parallel_rl.losses.registry import register_loss
-from parallel_rl.losses.survivors import count_survivors, policy_unit, policy_weights
 from parallel_rl.metrics import Metric, Metrics
 from parallel_rl.statistics import Statistics
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from parallel_rl.counts import check_zeros_and_ones
-from parallel_rl.functional.reward import cross_entropy
+from parallel_rl.functional.preference import cross_entropy
 from parallel_rl.layout import valid_tokens
 from parallel_rl.losses.core.base import LossFn
 from parallel_rl.losses.core.batch import ModelOutput, TokenBatch

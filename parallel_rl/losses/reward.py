@@ -9,7 +9,7 @@ from typing import Literal
 from torch import Tensor
 
 from parallel_rl.config.strict import positive
-from parallel_rl.functional.reward import hps, log_exp, log_sigmoid
+from parallel_rl.functional.preference import hps, log_exp, log_sigmoid
 from parallel_rl.losses.core.batch import TokenBatch
 from parallel_rl.losses.core.requirements import Field, Requirements
 from parallel_rl.losses.core.scalar_head import PooledHeadLoss

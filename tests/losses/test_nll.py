@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from parallel_rl import NLLLoss, count_valid
-from parallel_rl.functional.supervised import weighted_nll
+from parallel_rl.losses.nll import weighted_nll
 from tests.losses.test_golden import MASK, L, coefficients, make
 
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from parallel_rl import ParallelGroups, PreferenceLoss, count_valid, reduce_metrics
-from parallel_rl.functional.reward import cross_entropy, hps, log_exp, log_sigmoid
+from parallel_rl.functional.preference import cross_entropy, hps, log_exp, log_sigmoid
 from parallel_rl.testing.batches import ROWS, make_batch
 from parallel_rl.testing.pool import preload, run_world
 from tests import reference_heads

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from parallel_rl import LossFn, TokenBatch, get_loss, register_objective
-from parallel_rl.losses.core.truncated_policy import without_dropped
+from parallel_rl.losses.core.readers import without_dropped
 from parallel_rl.testing.batches import make_batch
 from parallel_rl.testing.cases import Case
 from parallel_rl.testing.claims import gradients, influence, token_batch

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from parallel_rl import SequencePackingLossWrapper, ValueLossFn, count_valid
-from parallel_rl.functional.value import clipped_squared_error
+from parallel_rl.losses.value import clipped_squared_error
 from parallel_rl.testing.batches import ROWS, make_batch
 from tests import reference_heads
 from tests.losses.steps import cut, step

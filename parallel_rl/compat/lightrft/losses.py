@@ -10,12 +10,12 @@ from torch import Tensor, nn
 from parallel_rl.compat.dense import Count, Step, dense_batch, row_mean
 from parallel_rl.compat.preference import PairWiseLoss, pairs
 from parallel_rl.counts import token_weights
-from parallel_rl.functional.reward import cross_entropy
+from parallel_rl.functional.preference import cross_entropy
 from parallel_rl.functional.surrogates import CPGD, PPO
-from parallel_rl.functional.value import clipped_squared_error, squared_error
 from parallel_rl.losses.core.call import share_of
 from parallel_rl.losses.policy import PolicyLossFn
 from parallel_rl.losses.policy_config import PolicyLossConfig
+from parallel_rl.losses.value import clipped_squared_error, squared_error
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

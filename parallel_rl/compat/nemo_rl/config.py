@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import ClassVar, TypeVar
 
 from parallel_rl.config.strict import configure, nearest
-from parallel_rl.losses.clipped_pg_config import ClippedPGLossConfig as ClippedPG
+from parallel_rl.losses.clipped_pg import ClippedPGLossConfig as ClippedPG
 from parallel_rl.losses.policy_config import PolicyLossConfig
 
 ConfigT = TypeVar("ConfigT", bound="LossConfig")

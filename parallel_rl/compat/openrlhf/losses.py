@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from parallel_rl.compat.dense import Count, Step, as_count, dense_batch
 from parallel_rl.counts import Aggregation, token_weights
-from parallel_rl.functional.value import clipped_squared_error, squared_error
 from parallel_rl.losses.core.batch import TokenBatch
+from parallel_rl.losses.value import clipped_squared_error, squared_error
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

@@ -10,7 +10,7 @@ from parallel_rl.hosts.nemo_rl.keys import TABLE
 from parallel_rl.hosts.nemo_rl.port_run import ranks_of, run_of, shape_of, steps_of
 from parallel_rl.hosts.nemo_rl.port_sections import advantages_of, optimizer_of
 from parallel_rl.hosts.ported import OF_DIFFERENT_REWARDS, Ported, Reader, Tree, ported, reader_of
-from parallel_rl.losses.clipped_pg_config import ClippedPGLossConfig
+from parallel_rl.losses.clipped_pg import ClippedPGLossConfig
 from parallel_rl.losses.distillation import DistillationLossConfig
 from parallel_rl.losses.preference import DPOLossConfig
 

@@ -9,7 +9,7 @@
                              `log_probs_source` (a host's log-probs, made rows by `log_prob_rows`)
     one_row                  several sequences in one row of logits, packed or as a prefix tree
     local_batch              the data of this rank, in the order of the logits
-    readers                  log-probs and entropy, of a `truncated_policy` too
+    readers                  log-probs and entropy, of a truncated policy too
     batch                    `TokenBatch`, which `compute` sees
     aggregation, token_weights, turns, measures    how a loss weighs its tokens, and its metrics under the law
 

@@ -21,9 +21,8 @@ from parallel_rl.losses.core.data_view import DataView
 from parallel_rl.losses.core.local_batch import LocalBatch
 from parallel_rl.losses.core.loss import Account, ConfigT, Reader
 from parallel_rl.losses.core.measures import count_true
-from parallel_rl.losses.core.readers import LogProbReader, check_declared, token_output
+from parallel_rl.losses.core.readers import LogProbReader, check_declared, masked_stats, token_output
 from parallel_rl.losses.core.requirements import Field, Requirements
-from parallel_rl.losses.core.truncated_policy import masked_stats
 from parallel_rl.metrics import Metric, Metrics
 from parallel_rl.statistics import Statistics
 

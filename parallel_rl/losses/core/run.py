@@ -25,7 +25,7 @@ from parallel_rl.losses.core.local_batch import LocalBatch
 from parallel_rl.losses.core.log_probs_source import LogProbs
 from parallel_rl.losses.core.logits_source import Logits, needs_of, on_shard
 from parallel_rl.losses.core.one_row import for_each_token
-from parallel_rl.losses.core.truncated_policy import with_dropped
+from parallel_rl.losses.core.readers import with_dropped
 from parallel_rl.statistics import Statistics
 from parallel_rl.validation import checks_values
 from parallel_rl.vocab.dtensor import is_dtensor
