@@ -14,8 +14,8 @@ from torch import Tensor
 
 from parallel_rl.megatron.model import unwrap
 from parallel_rl.vocab.consumed import mark_hidden_states, model_of_hidden_states
+from parallel_rl.vocab.linear.gemm import let_others_add
 from parallel_rl.vocab.linear.lm_head import LMHeadInput
-from parallel_rl.vocab.linear.main_grad import let_others_add
 from parallel_rl.vocab.linear.plan import LinearMode, check_mode
 
 #: models, wrapped or not, whose output is marked as hidden states

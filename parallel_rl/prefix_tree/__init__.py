@@ -4,8 +4,7 @@ Legend: B sequences, S columns of the data, T positions of the tree's row. A *fl
 sequences that share a prefix have several flat tokens at one row position.
 """
 
-from parallel_rl.prefix_tree.build import build_tree
-from parallel_rl.prefix_tree.nodes import from_nodes
+from parallel_rl.prefix_tree.build import build_tree, from_nodes
 from parallel_rl.prefix_tree.tree import PrefixTree
 
 __all__ = ["PrefixTree", "build_tree", "from_nodes"]

@@ -256,7 +256,7 @@ def test_a_gradient_of_kept_logits(architecture: int, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_a_gradient_is_scaled_wide(architecture: int, tmp_path: Path) -> None:
-    from parallel_rl.vocab.backends.triton import scale
+    from parallel_rl.vocab.backends.triton import operators as scale
 
     types = {"values": "*bf16", "factor": "*fp32"}
     built = build(

@@ -15,8 +15,7 @@ from parallel_rl.vocab.backends.passes import OutputGrads
 from parallel_rl.vocab.consumed import refuse_second_derivative
 from parallel_rl.vocab.linear.backward import Gradients, Summed, backward_spans, run_backward
 from parallel_rl.vocab.linear.forward import Chunks, Forward, run_forward
-from parallel_rl.vocab.linear.gemm import scaled_to_
-from parallel_rl.vocab.linear.main_grad import WeightTarget, padded
+from parallel_rl.vocab.linear.gemm import WeightTarget, padded, scaled_to_
 from parallel_rl.vocab.linear.params import LinearParams, RowStats
 
 if TYPE_CHECKING:

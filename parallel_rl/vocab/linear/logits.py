@@ -9,9 +9,8 @@ import torch
 from parallel_rl.groups import all_gather_start, sum_start
 from parallel_rl.vocab.backends.torch_backend import math_dtype
 from parallel_rl.vocab.consumed import refuse_second_derivative
-from parallel_rl.vocab.linear.gemm import add_hidden_gradient, project
+from parallel_rl.vocab.linear.gemm import WeightTarget, add_hidden_gradient, project
 from parallel_rl.vocab.linear.lm_head import LMHeadInput
-from parallel_rl.vocab.linear.main_grad import WeightTarget
 
 if TYPE_CHECKING:
     from torch import Tensor

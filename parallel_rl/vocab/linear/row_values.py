@@ -12,8 +12,8 @@ from parallel_rl.vocab.backends.torch_backend import math_dtype, row_blocks
 from parallel_rl.vocab.consumed import refuse_second_derivative
 from parallel_rl.vocab.linear.autograd import ForwardGradients
 from parallel_rl.vocab.linear.backward import Gradients
+from parallel_rl.vocab.linear.gemm import WeightTarget
 from parallel_rl.vocab.linear.lm_head import LMHeadInput
-from parallel_rl.vocab.linear.main_grad import WeightTarget
 from parallel_rl.vocab.linear.params import LinearParams
 from parallel_rl.vocab.linear.plan import budget_bytes, columns_of_rank, rows_at_once
 from parallel_rl.vocab.linear.teacher import TeacherRows, given_rows, projected_rows
