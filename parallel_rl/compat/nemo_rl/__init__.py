@@ -14,31 +14,30 @@ Not here: the cross-tokenizer distillation, draft vocabularies and `DraftLossWra
 """
 
 from parallel_rl.compat.nemo_rl.clipped_pg import ClippedPGLossFn
-from parallel_rl.compat.nemo_rl.config import (
-    ClippedPGLossConfig,
-    ConfigError,
-    DistillationLossConfig,
-    DPOLossConfig,
-    MseValueLossConfig,
-)
 from parallel_rl.compat.nemo_rl.distributions import DistillationLossFn, DraftCrossEntropyLossFn, MseValueLossFn
 from parallel_rl.compat.nemo_rl.interfaces import (
+    ClippedPGLossConfig,
     ClippedPGLossDataDict,
+    ConfigError,
+    DistillationLossConfig,
     DistillationLossDataDict,
+    DPOLossConfig,
     DPOLossDataDict,
     LossFunction,
     LossInputType,
     LossType,
     MetricNormalizer,
+    MseValueLossConfig,
     PreferenceLossDataDict,
 )
 from parallel_rl.compat.nemo_rl.packing import (
     SequencePackingFusionLossWrapper,
     SequencePackingLossWrapper,
+    prepare_loss_input,
+    prepare_packed_loss_input,
     wrap_loss_fn_with_input_preparation,
 )
 from parallel_rl.compat.nemo_rl.preference import DPOLossFn, NLLLoss, NLLLossFn, PreferenceLoss, PreferenceLossFn
-from parallel_rl.compat.nemo_rl.preparing import prepare_loss_input, prepare_packed_loss_input
 
 __all__ = [
     # both

@@ -10,8 +10,13 @@ from torch import Tensor
 
 from parallel_rl.compat.dense import Count
 from parallel_rl.compat.nemo_rl.base import LogProbLoss, Result, batch_of, floats, shifted
-from parallel_rl.compat.nemo_rl.config import ClippedPGLossConfig, policy_config
-from parallel_rl.compat.nemo_rl.interfaces import LossType, MetricNormalizer, normalizers
+from parallel_rl.compat.nemo_rl.interfaces import (
+    ClippedPGLossConfig,
+    LossType,
+    MetricNormalizer,
+    normalizers,
+    policy_config,
+)
 from parallel_rl.functional.kl import kl_estimate
 from parallel_rl.functional.ratio import safe_exp
 from parallel_rl.losses.core.batch import TokenBatch

@@ -10,8 +10,14 @@ from torch import Tensor
 
 from parallel_rl.compat.dense import Count, token_mean
 from parallel_rl.compat.nemo_rl.base import Result, batch_of, checked, floats
-from parallel_rl.compat.nemo_rl.config import ConfigError, DistillationLossConfig, MseValueLossConfig
-from parallel_rl.compat.nemo_rl.interfaces import LossFunction, LossInputType, LossType
+from parallel_rl.compat.nemo_rl.interfaces import (
+    ConfigError,
+    DistillationLossConfig,
+    LossFunction,
+    LossInputType,
+    LossType,
+    MseValueLossConfig,
+)
 from parallel_rl.compat.nemo_rl.reading import Data, ShardedOutput
 from parallel_rl.functional.distillation import CrossEntropy, mixed_kl, reverse_tail
 from parallel_rl.layout import valid_tokens

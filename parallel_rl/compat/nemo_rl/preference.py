@@ -9,8 +9,7 @@ from torch import Tensor
 
 from parallel_rl.compat.dense import Count, as_count
 from parallel_rl.compat.nemo_rl.base import LogProbLoss, Result, batch_of, checked, floats, shifted
-from parallel_rl.compat.nemo_rl.config import DPOLossConfig
-from parallel_rl.compat.nemo_rl.interfaces import LossFunction, LossInputType, LossType, normalizers
+from parallel_rl.compat.nemo_rl.interfaces import DPOLossConfig, LossFunction, LossInputType, LossType, normalizers
 from parallel_rl.functional.preference import dpo
 from parallel_rl.losses.nll import NLLLoss as LibraryNLL
 from parallel_rl.losses.pairs import response_sum

@@ -4,8 +4,7 @@
 """
 
 from parallel_rl.compat.language import KDLoss, PRMLoss
-from parallel_rl.compat.openrlhf.language import GPTLMLoss
-from parallel_rl.compat.openrlhf.losses import SFTLoss, ValueLoss, aggregate_loss
+from parallel_rl.compat.openrlhf.losses import GPTLMLoss, SFTLoss, ValueLoss, aggregate_loss
 from parallel_rl.compat.openrlhf.policy import PolicyLoss
 from parallel_rl.compat.preference import DPOLoss, KTOLoss, LogExpLoss, PairWiseLoss, VanillaKTOLoss
 
