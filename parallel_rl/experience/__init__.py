@@ -7,12 +7,12 @@ from parallel_rl.experience.failures import FailedSamplesConfig, SampleFailures
 from parallel_rl.experience.kl_control import AdaptiveKLController, FixedKLController, kl_controller
 from parallel_rl.experience.pipeline import Models, ask_models, compute_advantages, shape_rewards
 from parallel_rl.experience.rewards import register_reward, reward_function
-from parallel_rl.experience.running_moments import RunningMoments
 from parallel_rl.experience.samples import Experience, Samples, padded_samples
 from parallel_rl.experience.shaping import (
     Overlong,
     RewardScale,
     RewardShaping,
+    RunningMoments,
     SoftOverlong,
     StopProperly,
     clip_filter_like_weight,

@@ -11,9 +11,8 @@ from torch.distributed import ProcessGroup
 
 from parallel_rl.advantages import AdvantageEstimator, Advantages, estimate
 from parallel_rl.experience.kl_control import FixedKLController
-from parallel_rl.experience.running_moments import RunningMoments
 from parallel_rl.experience.samples import Experience, Samples
-from parallel_rl.experience.shaping import RewardShaping
+from parallel_rl.experience.shaping import RewardShaping, RunningMoments
 from parallel_rl.functional.kl import KLType, kl_estimate
 from parallel_rl.groups import ParallelGroups
 

@@ -15,9 +15,8 @@ from parallel_rl.agreement import Unavailable, on_first_rank, raise_on_all_ranks
 from parallel_rl.cluster import preemption
 from parallel_rl.cluster.heartbeat import enter_step, tick
 from parallel_rl.experience.rewards import reward_function
-from parallel_rl.training.algorithms.evaluation import Evaluation, evaluate
+from parallel_rl.training.algorithms.evaluation import Evaluation, evaluate, shown_text
 from parallel_rl.training.algorithms.phases import Phase, check_dump, phases
-from parallel_rl.training.algorithms.shown import shown_text
 from parallel_rl.training.checkpointing import checkpoint, resume
 from parallel_rl.training.checkpointing.checkpoint import Contents
 from parallel_rl.training.checkpointing.contents import checkpoint_metadata, same_weights, session_contents

@@ -8,7 +8,7 @@ from math import comb
 import pytest
 import torch
 
-from parallel_rl.experience.pass_at_k import evaluation_metrics, pass_at_k
+from parallel_rl.training.algorithms.evaluation import evaluation_metrics, pass_at_k
 
 
 @pytest.mark.parametrize("n", [1, 2, 5, 8])

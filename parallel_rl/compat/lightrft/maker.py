@@ -27,8 +27,8 @@ from parallel_rl.experience.failures import (
 from parallel_rl.experience.kl_control import kl_controller
 from parallel_rl.experience.pipeline import Models, ask_models, compute_advantages, is_truncated, shape_rewards
 from parallel_rl.experience.rewards import RewardFunction
-from parallel_rl.experience.running_moments import RunningMoments
 from parallel_rl.experience.samples import Experience, Samples
+from parallel_rl.experience.shaping import RunningMoments
 from parallel_rl.groups import ParallelGroups
 from parallel_rl.metrics import Metric, Metrics
 

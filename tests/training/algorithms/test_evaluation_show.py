@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from parallel_rl.testing.pool import WorldError, run_world
-from parallel_rl.training.algorithms.shown import ShownSample, shown_text
+from parallel_rl.training.algorithms.evaluation import ShownSample, shown_text
 from tests.training.helpers import DATA, run, screen_of_run
 
 
