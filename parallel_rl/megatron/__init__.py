@@ -49,6 +49,7 @@ from parallel_rl.megatron.loss import LossReport as LossReport
 from parallel_rl.megatron.loss import megatron_loss_func
 from parallel_rl.megatron.micro_batch import MicroBatch as MicroBatch
 from parallel_rl.megatron.micro_batch import packed_batch, padded_batch, tree_batch
+from parallel_rl.megatron.model import ShardedNorm as ShardedNorm
 from parallel_rl.megatron.model import (
     build_model,
     layer_spec,
@@ -59,7 +60,6 @@ from parallel_rl.megatron.model import (
 from parallel_rl.megatron.model_config import build_config, has_transformer_engine
 from parallel_rl.megatron.model_input import ModelInput as ModelInput
 from parallel_rl.megatron.model_input import forward_logits, packed_bounds, packed_input, padded_input, tree_input
-from parallel_rl.megatron.norm import ShardedNorm as ShardedNorm
 from parallel_rl.megatron.process_groups import destroy, initialize
 from parallel_rl.megatron.scalar_head import ScalarHead as ScalarHead
 from parallel_rl.megatron.scalar_head import copy_trunk

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from parallel_rl.layout import CPLayout, SequenceLayout
 from parallel_rl.megatron.model_config import CUT
-from parallel_rl.megatron.tree_attention import plan_of, tree_attention
+from parallel_rl.megatron.trees import plan_of, tree_attention
 
 if TYPE_CHECKING:
     from megatron.core.packed_seq_params import PackedSeqParams

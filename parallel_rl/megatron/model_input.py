@@ -17,8 +17,7 @@ from parallel_rl.layout import SequenceLayout
 from parallel_rl.megatron.context import Context
 from parallel_rl.megatron.model import unwrap
 from parallel_rl.megatron.mtp import heads_running
-from parallel_rl.megatron.tree_attention import tree_params, tree_plan
-from parallel_rl.megatron.tree_model import check_tree_model, positions_by_depth
+from parallel_rl.megatron.trees import check_tree_model, positions_by_depth, tree_params, tree_plan
 from parallel_rl.prefix_tree import PrefixTree
 from parallel_rl.validation import checks_values
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -21,7 +22,6 @@ from parallel_rl.losses.nll import NLLLoss
 from parallel_rl.megatron.arguments import fault_of
 from parallel_rl.megatron.auxiliary import check_auxiliary_losses, has_auxiliary_loss
 from parallel_rl.megatron.capabilities import heads_take_packed_rows
-from parallel_rl.megatron.fp8 import check_positions, compares_data_ranks, positions_unit
 from parallel_rl.megatron.lm_head import FusedHead
 from parallel_rl.megatron.loop_checks import (
     fact_of_validation,
@@ -46,9 +46,42 @@ from parallel_rl.megatron.row_checks import (
     warn_of_shifted_mask,
 )
 from parallel_rl.megatron.settings import check_model, check_rows
-from parallel_rl.megatron.tree_model import check_tree_model
+from parallel_rl.megatron.trees import check_tree_model
 from parallel_rl.packing import check_packed
 from parallel_rl.replicated import Replicated
+
+if TYPE_CHECKING:
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+
+def positions_unit(config: TransformerConfig) -> int:
+    """Return the unit of a context rank's positions in a micro-batch: 1 without FP8."""
+    if not config.fp8:
+        return 1
+    parts = config.tensor_model_parallel_size if config.sequence_parallel else 1
+    unit = 16  # bytes of a row for cuBLAS: positions, in the product for a weight's gradient
+    if config.fp8_recipe == "mxfp8":
+        unit = 32
+    elif config.fp8_recipe == "blockwise" and parts > 1:
+        unit = 128  # blocks are gathered whole over tensor ranks
+    return unit * parts
+
+
+def check_positions(config: TransformerConfig, tokens: Iterable[Tensor]) -> None:
+    """Raise ValueError for tokens [B, S/cp] or [1, T/cp] on which Transformer Engine would fail."""
+    unit = positions_unit(config)
+    for each in tokens:
+        if each.numel() % unit:
+            raise ValueError(
+                f"a micro-batch has {each.shape[0]} × {each.shape[1]} positions on a context rank, which with fp8 = "
+                f"{config.fp8!r} must be a multiple of {unit}: pad its rows, or give `packed_batch` a `total` that is one × cp"
+            )
+
+
+def compares_data_ranks(config: TransformerConfig) -> bool:
+    """Return whether passes reduce maxima over data ranks, which must then run equally many."""
+    return bool(config.fp8) and config.fp8_recipe == "delayed" and not config.tp_only_amax_red
+
 
 _ADVICE = (
     "tensor and pipeline ranks of one data rank hold the same micro-batches: seed the sampler by the data rank alone",

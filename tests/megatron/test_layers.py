@@ -62,7 +62,7 @@ def _built(rank: int) -> dict[Entry, list[bool]]:
     """Whether each part of a model is Transformer Engine's, by the entries of the table."""
     import parallel_rl.megatron as M
     from parallel_rl.config.architecture import Experts
-    from parallel_rl.megatron.norm import ShardedNorm
+    from parallel_rl.megatron.model import ShardedNorm
 
     M.initialize()
     rows = {}

@@ -6,8 +6,7 @@
 """
 
 from parallel_rl.config.hf_config import HFModel, read_hf
-from parallel_rl.megatron.hf.describe import describe_model
-from parallel_rl.megatron.hf.export import export_tensors
+from parallel_rl.megatron.hf.export import describe_model, export_tensors
 from parallel_rl.megatron.hf.load import build_hf, check_hf, fill_hf, load_hf
 from parallel_rl.megatron.hf.save import save_hf
 
