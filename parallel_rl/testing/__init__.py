@@ -18,9 +18,8 @@ from parallel_rl.hosts.torchtitan import torchtitan
 from parallel_rl.hosts.transformers import hugging_face
 from parallel_rl.hosts.verl.law import verl
 from parallel_rl.testing.cases import Case
-from parallel_rl.testing.check import Limits, check_law
+from parallel_rl.testing.check import Limits, check_law, law_test
 from parallel_rl.testing.diagnosis import Finding
-from parallel_rl.testing.law_test import law_test
 from parallel_rl.testing.layouts import Layout
 from parallel_rl.testing.pool import WorldError, run_world
 from parallel_rl.testing.report import LawBroken, Report

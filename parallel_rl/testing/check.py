@@ -1,12 +1,14 @@
-"""`check_law`: any loss, on real ranks, against one float64 process, with a diagnosis."""
+"""`check_law` and `law_test`: any loss, on real ranks, against one float64 process, with a diagnosis."""
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import ParamSpec
 
 import torch
 from torch import Tensor
@@ -16,14 +18,47 @@ from parallel_rl.testing import faults
 from parallel_rl.testing.alone import Alone, trial_of
 from parallel_rl.testing.batches import make_batch, with_fields, with_shared_prefixes
 from parallel_rl.testing.cases import Batch, Case, Expected, Subject, Trial, dense_error, empty_rows_on_purpose
-from parallel_rl.testing.compare import errors
 from parallel_rl.testing.diagnosis import Finding, of_layouts, of_one_process, without_consequences
 from parallel_rl.testing.layouts import Layout, default_layouts
 from parallel_rl.testing.observe import Observation, observe
 from parallel_rl.testing.pool import WorldError, preload
 from parallel_rl.testing.report import Report, Row
 from parallel_rl.testing.runners import PoolRunner, Runner
+from parallel_rl.testing.step import Outcome
 from parallel_rl.testing.subjects import Loss, sizes_of, subject_of
+
+
+def errors(trial: Trial, outcomes: list[Outcome]) -> tuple[float, float]:
+    """Return relative errors of the loss and of the gradient's norm, from the ranks' outcomes of a layout."""
+    first = [outcome for outcome in outcomes if outcome.place[0] == 0]
+    want, truth = trial.want, sum(float(outcome.maps[1].sum()) for outcome in outcomes)
+    gradient = math.sqrt(sum(outcome.squared_error for outcome in outcomes) / max(truth, 1e-300))
+    return abs(sum(outcome.share for outcome in first) - want.loss) / abs(want.loss), gradient
+
+
+def list_faults(trial: Trial, of_layout: dict[str, list[Outcome]], tolerance: float) -> list[str]:
+    """List violations of the law over a world's layouts."""
+    wrong, want = [], trial.want
+    for layout, outcomes in of_layout.items():
+        wrong += [outcome.stray for outcome in outcomes if outcome.stray]
+        first = [outcome for outcome in outcomes if outcome.place[0] == 0]
+        for outcome in outcomes:
+            twin = next(other for other in first if other.place[1:] == outcome.place[1:])
+            if (outcome.share, outcome.metrics) != (twin.share, twin.metrics):
+                wrong.append(f"{layout}: tensor ranks differ: {outcome.share} and {twin.share}")
+        loss, gradient = errors(trial, outcomes)
+        if not loss <= tolerance:
+            wrong.append(f"{layout}: loss off by {loss:.1e}")
+        if not gradient <= tolerance:
+            wrong.append(f"{layout}: gradient off by {gradient:.1e}")
+        if set(outcomes[0].metrics) != set(want.metrics):
+            wrong.append(f"{layout}: metrics {sorted(outcomes[0].metrics)} instead of {sorted(want.metrics)}")
+        for name, value in want.metrics.items():
+            got = outcomes[0].metrics.get(name, math.nan)
+            if not (got == value or abs(got - value) <= tolerance * max(abs(value), 1e-2)):
+                wrong.append(f"{layout}: {name} {got} instead of {value}")
+    return wrong
+
 
 WORLDS = (1, 2, 4)
 preload(__name__)
@@ -214,3 +249,36 @@ def _skipped(subject: Subject, found: Alone) -> tuple[str, ...]:
     skipped = [name for name, value in checks.items() if math.isnan(value)]
     missing = sorted(Case("nll").axes - subject.axes)
     return (*skipped, *(f"{axis}: the call cannot tell of it" for axis in missing))
+
+
+P = ParamSpec("P")
+
+
+def law_test(
+    worlds: Sequence[int] = WORLDS, limits: Limits = LIMITS
+) -> Callable[[Callable[P, Loss]], Callable[P, None]]:
+    """Make a test of a function that returns a loss; a failure prints the diagnosis.
+
+        @law_test()
+        def test_my_loss():
+            return MyLoss({"beta": 0.1})
+
+    The function may take fixtures and parameters, as any test.
+
+    >>> @law_test(worlds=[1])
+    ... def test_nll():
+    ...     return "nll"
+    >>> test_nll()
+
+    Args:
+        worlds, limits: of `check_law`.
+    """
+
+    def decorate(make: Callable[P, Loss]) -> Callable[P, None]:
+        @functools.wraps(make)
+        def test(*args: P.args, **kwargs: P.kwargs) -> None:
+            check_law(make(*args, **kwargs), worlds, limits=limits).raise_if_broken()
+
+        return test
+
+    return decorate

@@ -12,7 +12,7 @@ from torch import Tensor
 from parallel_rl.testing.batches import carries_loss
 from parallel_rl.testing.cases import Trial
 from parallel_rl.testing.layouts import Layout, cut_rows
-from parallel_rl.testing.sharded import Outcome
+from parallel_rl.testing.step import Outcome
 
 
 @dataclass(frozen=True)

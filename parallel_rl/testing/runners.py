@@ -13,7 +13,7 @@ from parallel_rl.testing.alone import Alone, check_alone
 from parallel_rl.testing.cases import Batch, Subject, Trial
 from parallel_rl.testing.layouts import Layout, Rank
 from parallel_rl.testing.pool import run_world
-from parallel_rl.testing.sharded import Outcome, RunLayout, attempt, check_world, run_layout
+from parallel_rl.testing.step import Outcome, RunLayout, attempt, check_world, run_layout
 
 
 class Runner(Protocol):

@@ -106,8 +106,8 @@ def run(arguments: argparse.Namespace, of_config: Callable[[str], Subject]) -> i
         ValueError: a loss, an option or a layout that does not fit.
     """
     from parallel_rl.testing.check import Limits
-    from parallel_rl.verify.layouts import of_words
     from parallel_rl.verify.run import find_way, in_job, on_this_machine
+    from parallel_rl.verify.words import of_words
 
     if not 0 < arguments.timeout < math.inf:
         raise ValueError(f"--timeout {arguments.timeout:g} is not valid; a positive number of seconds is needed")
@@ -131,7 +131,7 @@ def run(arguments: argparse.Namespace, of_config: Callable[[str], Subject]) -> i
     way = find_way("megatron" if arguments.through == "megatron" else "groups")
     subjects = _subjects(arguments, of_config)
     if arguments.through in FRAMEWORKS:
-        from parallel_rl.verify.hosts import through_host
+        from parallel_rl.verify.words import through_host
 
         if not (arguments.loss or arguments.config):
             raise ValueError(f"--through {arguments.through} needs --loss or --config: a host feeds some losses only")
@@ -160,7 +160,7 @@ def _write(arguments: argparse.Namespace, reports: Sequence[Report]) -> None:
 
 
 def _subjects(arguments: argparse.Namespace, of_config: Callable[[str], Subject]) -> list[Subject]:
-    from parallel_rl.verify.find import every_loss, find_loss
+    from parallel_rl.verify.words import every_loss, find_loss
 
     try:
         options = json.loads(arguments.options) if arguments.options else {}

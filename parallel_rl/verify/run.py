@@ -24,7 +24,7 @@ from parallel_rl.testing.layouts import Layout, Rank, default_layouts, layouts, 
 from parallel_rl.testing.pool import MAX_WORLD, close
 from parallel_rl.testing.report import Report
 from parallel_rl.testing.runners import JobRunner, PoolRunner, Runner
-from parallel_rl.testing.sharded import Outcome
+from parallel_rl.testing.step import Outcome
 
 _GRACE = 5.0  # seconds in which a collective's own timeout may say more
 

@@ -18,9 +18,9 @@ from parallel_rl.losses.core.call import LossCall, LossFunction
 from parallel_rl.losses.core.component import Component, ComponentsLoss
 from parallel_rl.testing import layouts
 from parallel_rl.testing.cases import EVERY_AXIS, Case, Trial
-from parallel_rl.testing.compare import faults
+from parallel_rl.testing.check import list_faults
 from parallel_rl.testing.pool import preload, run_world
-from parallel_rl.testing.sharded import Outcome, check_world
+from parallel_rl.testing.step import Outcome, check_world
 from tests.distributed import law, law_references
 
 preload("tests.distributed.law", "tests.distributed.test_labels_law")
@@ -127,7 +127,7 @@ LAYOUTS = [
 def test_pre_shifted_labels_give_the_same_numbers(layout: layouts.Layout) -> None:
     wrong = []
     for trial in _trials():
-        found = faults(trial, {layout.name: _outcomes(layout)[trial.case.name]}, 1e-10)
+        found = list_faults(trial, {layout.name: _outcomes(layout)[trial.case.name]}, 1e-10)
         wrong += [f"{trial.case.name}: {fault}" for fault in found]
     assert wrong == []
 

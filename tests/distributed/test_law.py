@@ -13,9 +13,9 @@ import torch
 from parallel_rl.losses.registry import losses
 from parallel_rl.testing import layouts
 from parallel_rl.testing.cases import Case, Trial, dense_error, has_scalar_head
-from parallel_rl.testing.compare import errors, faults
+from parallel_rl.testing.check import errors, list_faults
 from parallel_rl.testing.pool import preload, run_world
-from parallel_rl.testing.sharded import Outcome, check_world
+from parallel_rl.testing.step import Outcome, check_world
 from tests.distributed import law, law_references
 
 preload("parallel_rl", "tests.distributed.law")
@@ -84,7 +84,7 @@ def _outcomes(run: Run, setting: Setting) -> dict[str, dict[str, list[Outcome]]]
 def _assert_law(case: Case, run: Run, setting: Setting, tolerance: float) -> None:
     found = _outcomes(run, setting)[case.name]
     assert len(found) == len(run.layouts)
-    assert faults(_truths(run.tier, setting)[case.name], found, tolerance) == []
+    assert list_faults(_truths(run.tier, setting)[case.name], found, tolerance) == []
 
 
 def _runs(*fast: Run, slow: tuple[Run, ...] = ()) -> pytest.MarkDecorator:

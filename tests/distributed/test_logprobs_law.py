@@ -10,11 +10,10 @@ import torch
 from parallel_rl.losses.registry import losses
 from parallel_rl.testing import layouts
 from parallel_rl.testing.cases import Case, Trial
-from parallel_rl.testing.check import runs_on
-from parallel_rl.testing.compare import faults
+from parallel_rl.testing.check import list_faults, runs_on
 from parallel_rl.testing.on_logprobs import OnLogProbs
 from parallel_rl.testing.pool import preload, run_world
-from parallel_rl.testing.sharded import Outcome, check_world
+from parallel_rl.testing.step import Outcome, check_world
 from tests.distributed import law, law_references
 
 preload("parallel_rl.testing.on_logprobs", "tests.distributed.law")
@@ -82,7 +81,8 @@ def test_log_probs_give_the_numbers_of_logits(tier: str, layout: layouts.Layout)
     for trial in _trials(tier):
         if runs_on(trial.case, layout):
             wrong += [
-                f"{trial.case.name}: {fault}" for fault in faults(trial, {layout.name: found[trial.case.name]}, 1e-10)
+                f"{trial.case.name}: {fault}"
+                for fault in list_faults(trial, {layout.name: found[trial.case.name]}, 1e-10)
             ]
     assert wrong == []
 

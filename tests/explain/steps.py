@@ -13,7 +13,7 @@ from parallel_rl.explain import Step, StepInfo, dump_step, read_step
 from parallel_rl.losses.core.base import LossFn
 from parallel_rl.testing.batches import make_batch
 from parallel_rl.testing.cases import Case, step_statistics
-from parallel_rl.verify.find import _NEEDED
+from parallel_rl.verify.words import _NEEDED
 
 
 def of_loss(folder: Path, name: str, options: dict | None = None) -> Step:

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from parallel_rl.testing.cases import Expected, Trial
-from parallel_rl.testing.compare import errors, faults
-from parallel_rl.testing.sharded import Outcome
+from parallel_rl.testing.check import errors, list_faults
+from parallel_rl.testing.step import Outcome
 from tests.distributed import law, law_references
 
 TOLERANCE = 1e-3
@@ -34,7 +34,7 @@ def outcomes(**of_the_last: object) -> list[Outcome]:
 def test_what_is_equal_has_no_fault() -> None:
     loss, gradient = errors(trial(), outcomes())
     assert loss == 0 and gradient == pytest.approx(4e-4)
-    assert faults(trial(), {"tp2.dp2": outcomes(metrics=dict(METRICS))}, TOLERANCE) == []
+    assert list_faults(trial(), {"tp2.dp2": outcomes(metrics=dict(METRICS))}, TOLERANCE) == []
 
 
 @pytest.mark.parametrize(
@@ -48,7 +48,7 @@ def test_what_is_equal_has_no_fault() -> None:
     ],
 )
 def test_a_fault_of_one_rank_is_said(planted: dict[str, object], said: str) -> None:
-    assert faults(trial(), {"tp2.dp2": outcomes(**planted)}, TOLERANCE) == [said]
+    assert list_faults(trial(), {"tp2.dp2": outcomes(**planted)}, TOLERANCE) == [said]
 
 
 @pytest.mark.parametrize(
@@ -66,5 +66,5 @@ def test_a_fault_of_one_rank_is_said(planted: dict[str, object], said: str) -> N
 )
 def test_a_fault_of_all_ranks_alike_is_said(want: dict[str, object], said: str) -> None:
     there = trial()._replace(want=trial().want._replace(**want))
-    found = faults(there, {"tp2.dp2": outcomes()}, TOLERANCE)
+    found = list_faults(there, {"tp2.dp2": outcomes()}, TOLERANCE)
     assert "; ".join(found).replace("tp2.dp2: ", "") == said

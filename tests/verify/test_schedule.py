@@ -15,7 +15,7 @@ from parallel_rl.testing.check import batch_for
 from parallel_rl.testing.layouts import Layout
 from parallel_rl.testing.observe import Observation, observe
 from parallel_rl.testing.pool import run_world
-from parallel_rl.testing.sharded import Outcome
+from parallel_rl.testing.step import Outcome
 from parallel_rl.verify import schedule
 
 PACKED = Layout(1, 1, 1, "packed", 3, "zigzag")

@@ -14,7 +14,7 @@ import pytest
 
 from parallel_rl.cli import main
 from parallel_rl.hosts.registry import FRAMEWORKS, part
-from parallel_rl.verify.layouts import of_words
+from parallel_rl.verify.words import of_words
 
 ROOT = Path(__file__).parents[2]
 LAYOUTS = ["--layouts", "dp=1,2", "packing=packed"]

@@ -9,8 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from parallel_rl.testing.whole_step.layouts import ROWS, WIDTH, StepLayout
-from parallel_rl.testing.whole_step.rows import Rows
+from parallel_rl.testing.whole_step.layouts import ROWS, WIDTH, Rows, StepLayout
 from parallel_rl.testing.whole_step.subject import RankResult, part
 
 _RESIDUAL, _PLAIN = 1e-3, 1e-4  # relative

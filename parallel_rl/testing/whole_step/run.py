@@ -30,10 +30,9 @@ from parallel_rl.megatron import (
 )
 from parallel_rl.megatron.weights import global_buffers
 from parallel_rl.testing.whole_step.casts import keep_in_float32
-from parallel_rl.testing.whole_step.layouts import StepLayout
+from parallel_rl.testing.whole_step.layouts import Rows, StepLayout, make_rows, micro_batches, packed_width
 from parallel_rl.testing.whole_step.provider import build_chunks
 from parallel_rl.testing.whole_step.refusals import Inapplicable, refusal
-from parallel_rl.testing.whole_step.rows import Rows, make_rows, micro_batches, packed_width
 from parallel_rl.testing.whole_step.script import run_script, wrap_for_script
 from parallel_rl.testing.whole_step.shrink import for_layout
 from parallel_rl.testing.whole_step.subject import Cut, Piece, RankResult, StepSubject, Truth, part

@@ -18,13 +18,12 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from parallel_rl.agreement import describe
 from parallel_rl.testing.pool import WorldError, preload
 from parallel_rl.testing.whole_step.compare import NO_ANSWER, Compared, compare
-from parallel_rl.testing.whole_step.layouts import StepLayout
+from parallel_rl.testing.whole_step.layouts import StepLayout, make_rows
 from parallel_rl.testing.whole_step.parts import joined, token_parts, weigh
 from parallel_rl.testing.whole_step.precision import measure_rounding
 from parallel_rl.testing.whole_step.provider import config_of, stage_refusal
 from parallel_rl.testing.whole_step.ranks import Ranks
 from parallel_rl.testing.whole_step.refusals import Inapplicable, refusal, refused, user_place
-from parallel_rl.testing.whole_step.rows import make_rows
 from parallel_rl.testing.whole_step.run import run_layout, run_truth
 from parallel_rl.testing.whole_step.shrink import adds_balance, shrink
 from parallel_rl.testing.whole_step.subject import RankResult, StepSubject, Truth

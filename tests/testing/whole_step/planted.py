@@ -185,7 +185,7 @@ def _scale_in_single(norm: torch.nn.Module, args: object, out: Tensor) -> Tensor
 
 def third_twice(loss_mask: Tensor, output: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     """The third of four micro-batches, known by its tokens, trains twice."""
-    from parallel_rl.testing.whole_step.rows import make_rows
+    from parallel_rl.testing.whole_step.layouts import make_rows
 
     total, tokens, log = sums(loss_mask, output)
     third = make_rows(64)["token_mask"][4:6, 1:].sum()

@@ -8,10 +8,10 @@ from unittest.mock import patch
 import torch
 
 from parallel_rl.testing.cases import Case, Trial
-from parallel_rl.testing.compare import faults
+from parallel_rl.testing.check import list_faults
 from parallel_rl.testing.layouts import Layout, Rank, make_groups
 from parallel_rl.testing.pool import preload, run_world
-from parallel_rl.testing.sharded import Outcome, run_layout
+from parallel_rl.testing.step import Outcome, run_layout
 from parallel_rl.vocab.backends.triton import operators
 from tests.distributed import law_references
 from tests.vocab.triton_cases.common import INTERPRETED
@@ -69,7 +69,7 @@ def test_the_law() -> None:
             for layout in LAYOUTS
         }
         assert all(len(outcomes) == 2 for outcomes in of_layout.values())
-        assert faults(trial, of_layout, 1e-5) == []
+        assert list_faults(trial, of_layout, 1e-5) == []
     # per case: one micro-batch that keeps its logits, and three that give them up
     assert all(
         ran == {"vocab_stats": 8, "vocab_combine": 8, "vocab_gradient": 2, "vocab_gradient_": 6} for _, ran in ranks

@@ -1,17 +1,22 @@
-"""Losses by the words of the command line."""
+"""Losses, frameworks and layouts by the words of the command line, such as `tp=1,2 cp=1,2`."""
 
 from __future__ import annotations
 
 import importlib
+import itertools
 import sys
+from collections.abc import Sequence
 from typing import get_args
 
 from parallel_rl.config.strict import nearest
 from parallel_rl.hosts.function_loss import FunctionLoss
+from parallel_rl.hosts.registry import FRAMEWORKS, part
+from parallel_rl.layout import CPLayout
 from parallel_rl.losses.core.base import LossFn
 from parallel_rl.losses.registry import get_loss, losses
 from parallel_rl.testing.batches import PLACEHOLDER, REWARD_IDS
 from parallel_rl.testing.cases import Case, Subject
+from parallel_rl.testing.layouts import Layout
 from parallel_rl.testing.subjects import subject_of
 
 _NEEDED: dict[str, dict[str, object]] = {  # what has no default
@@ -79,3 +84,69 @@ def _imported(module: str, name: str) -> object:
     classes = {key: value for key, value in vars(imported).items() if isinstance(value, type) and not get_args(value)}
     own = [key for key, value in classes.items() if issubclass(value, LossFn)]
     raise ValueError(f"--loss {module}:{name}: {module} has no {name!r}, and none is registered; {nearest(name, own)}")
+
+
+_PACKINGS = ("padded", "packed", "packed+padding", "tree")
+_CP_LAYOUTS: tuple[CPLayout, ...] = ("zigzag", "contiguous")
+_AXES = ("tp", "cp", "dp", "pp", "micro", "packing", "cp_layout")
+
+
+def of_words(words: Sequence[str]) -> list[Layout]:
+    """Parse `tp=1,2 cp=1,2` into the product of layouts.
+
+    >>> [layout.name for layout in of_words(["tp=1,2", "packing=packed"])]
+    ['tp1.cp1.dp1.packed.mb1.zigzag', 'tp2.cp1.dp1.packed.mb1.zigzag']
+
+    Raises:
+        ValueError: an unknown axis, or a value that is none of it.
+    """
+    given: dict[str, list[str]] = {}
+    for word in words:
+        name, equals, values = word.partition("=")
+        if name not in _AXES or not equals or name in given:
+            why = "is given twice" if name in given else f"is not AXIS=VALUE,VALUE; {nearest(name, _AXES)}"
+            raise ValueError(f"--layouts {word} {why}")
+        given[name] = values.split(",")
+    sizes = [[_size(name, value) for value in given.get(name, ["1"])] for name in _AXES[:5]]
+    packings, of_context = _listed(given, "packing", _PACKINGS), _listed(given, "cp_layout", _CP_LAYOUTS)
+    return [
+        Layout(tp, cp, dp, packing, micro, cp_layout, pp)
+        for tp, cp, dp, pp, micro in itertools.product(*sizes)
+        for packing in packings
+        for cp_layout in _CP_LAYOUTS
+        if (cp_layout in of_context if cp > 1 else cp_layout == "zigzag")
+    ]
+
+
+def _size(name: str, value: str) -> int:
+    if not value.isdigit() or int(value) < 1:
+        raise ValueError(f"--layouts {name}={value} is not valid; a positive number is needed")
+    return int(value)
+
+
+def _listed(given: dict[str, list[str]], name: str, known: Sequence[str]) -> list[str]:
+    values = given.get(name, [known[0]])
+    for value in values:
+        if value not in known:
+            raise ValueError(f"--layouts {name}={value} is not valid; {nearest(value, known)}")
+    return values
+
+
+def through_host(host: str, subject: Subject) -> Subject:
+    """Return the loss of a subject as `host` calls it, over data ranks and micro-batches.
+
+    >>> from parallel_rl.testing import Case
+    >>> through_host("verl", Case("policy")).name
+    'policy through verl'
+
+    Raises:
+        ValueError: an unknown host; a loss that it cannot feed.
+    """
+    if host not in FRAMEWORKS:
+        raise ValueError(f"--through {host}: unknown host; supported are {', '.join(FRAMEWORKS)}")
+    loss_fn = subject.build()
+    if not isinstance(loss_fn, LossFn):
+        raise ValueError(f"--through {host} takes a LossFn, which {subject.name} is not")
+    found: FunctionLoss = part(FRAMEWORKS[host].law).through(loss_fn)
+    found.call.__name__ = f"{subject.name} through {host}"
+    return found
