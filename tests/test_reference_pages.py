@@ -10,7 +10,7 @@ from argparse import SUPPRESS
 from collections.abc import Iterator
 
 from parallel_rl.cli import command_parsers
-from parallel_rl.config.described import described, is_family, sections_of
+from parallel_rl.cli.keys import described, is_family, sections_of
 from parallel_rl.losses.registry import get_loss
 from parallel_rl.servers.http_reward import HTTPRewardConfig
 from parallel_rl.training.config.server import ServerConfig

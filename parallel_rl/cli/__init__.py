@@ -9,7 +9,8 @@ from importlib.util import find_spec
 from typing import cast
 
 from parallel_rl import __version__
-from parallel_rl.cli import explain, export, keys, runs, sample, submit, tools
+from parallel_rl.cli import export, keys, runs, sample, submit, tools
+from parallel_rl.cli import tools as explain
 from parallel_rl.cli.words import Parser, check_options, options_of, surplus
 from parallel_rl.cluster import preemption
 from parallel_rl.cluster.exit import leave

@@ -19,7 +19,7 @@ from typing import NoReturn
 import torch
 import torch.distributed as dist
 
-from parallel_rl.cluster import heartbeat, preemption, stack_trace
+from parallel_rl.cluster import heartbeat, preemption, watchdog_report
 from parallel_rl.cluster.watchdog_report import ENDED, NAMED, Kind, Post, name_of, post_of, report, where
 
 FRACTION = 0.9  # of the groups' timeout: the alarm comes before the collectives fail one by one
@@ -90,7 +90,7 @@ class _Watch:
         self._lost: Post | None = None
         self._moved = self._looked = time.monotonic()
         self._mark: tuple[int, tuple[tuple[int, int], ...]] | None = None
-        self._place = stack_trace.Place(None, "")
+        self._place = watchdog_report.Place(None, "")
         self._next_beat = 0.0
         self._prefix = f"parallel_rl/watch/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
         self._thread = threading.Thread(target=self._run, name="hang watch", daemon=True)
@@ -112,7 +112,7 @@ class _Watch:
             self._failure = self._post("failed", f"{type(error).__name__}: {text[0]}" if text else type(error).__name__)
         else:
             reason = str(gone).split("] ", 1)[-1].split(". This is typically")[0].splitlines()[0]
-            self._lost = self._post("waits", str(stack_trace.of_traceback(gone.__traceback__)), reason)
+            self._lost = self._post("waits", str(watchdog_report.of_traceback(gone.__traceback__)), reason)
         self._wake.set()
         if not self._told.wait(_GATHER + _LINGER + 2 * _ANSWER) and self._lost is not None:
             self._end(self._storeless("does not answer"))
@@ -145,7 +145,7 @@ class _Watch:
 
     def _look(self) -> None:
         now = time.monotonic()
-        place, frames = stack_trace.main_thread()
+        place, frames = watchdog_report.main_thread()
         mark = (heartbeat.moves(), frames)
         suspended = now - self._looked > 10 * self._look_every
         self._looked = now
@@ -220,7 +220,7 @@ class _Watch:
     def _mine(self) -> Post:
         if not self._waits():
             return self._post("busy", str(self._place))
-        place = self._place if self._place.collective else stack_trace.Place("the GPU", self._place.line)
+        place = self._place if self._place.collective else watchdog_report.Place("the GPU", self._place.line)
         return self._post("waits", str(place))
 
     def _post(self, kind: Kind, what: str, reason: str = "") -> Post:

@@ -64,10 +64,9 @@ def run(known: argparse.Namespace, of_config: Callable[[str], OfConfig]) -> int:
     from parallel_rl.doctor.contracts import ask_contracts
     from parallel_rl.doctor.faults import ask_faults
     from parallel_rl.doctor.findings import as_text, exit_status
-    from parallel_rl.doctor.links import Sizes
     from parallel_rl.doctor.packages import packages, settings
     from parallel_rl.doctor.ports import ask_ports
-    from parallel_rl.doctor.world import ask_world
+    from parallel_rl.doctor.world import Sizes, ask_world
 
     first = os.environ.get("RANK", "0") == "0"
     given = [known.tensor, known.context, known.pipeline]

@@ -1,4 +1,4 @@
-"""Charts as SVG that stands in the page: text stays text, nothing is loaded."""
+"""Building blocks of the page: sections and tables, and charts as SVG that loads nothing."""
 
 from __future__ import annotations
 
@@ -6,11 +6,13 @@ import io
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from parallel_rl.explain.measures import LogHistogram
+from parallel_rl.explain.read import Step
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -163,3 +165,64 @@ def bars(key: str, names: Sequence[str], parts: Sequence[Sequence[float]], label
         if any(labels):
             axes.legend(frameon=False)
     return drawing.svg
+
+
+Cell = str | int | float | None
+
+
+@dataclass(frozen=True)
+class Table:
+    """Numbers under a caption; the first column names the row.
+
+    A long table that is drawn as well is not printed on paper.
+    """
+
+    caption: str
+    head: tuple[str, ...]
+    rows: tuple[tuple[Cell, ...], ...]
+    on_paper: bool = True
+
+
+@dataclass(frozen=True)
+class Section:
+    """One question that the page answers.
+
+    Attributes:
+        key: of its link. title, says: for the reader.
+        tables: shown. svg: the chart. details: tables that are folded away.
+    """
+
+    key: str
+    title: str
+    says: str
+    tables: tuple[Table, ...] = ()
+    svg: str = ""
+    details: tuple[Table, ...] = ()
+
+
+@dataclass(frozen=True)
+class Sides:
+    """One or two steps and how they are called in tables and charts."""
+
+    steps: tuple[Step, ...]
+
+    @property
+    def labels(self) -> tuple[str, ...]:
+        return ("A", "B") if len(self.steps) > 1 else ("",)
+
+    def head(self, first: str, *names: str) -> tuple[str, ...]:
+        """Return the columns `names` of each step."""
+        return first, *(f"{name} {label}".strip() for label in self.labels for name in names)
+
+    def compared(self, caption: str, first: str, of_steps: Sequence[Mapping[str, Cell]]) -> Table:
+        """Return a row per name under `first`, with one number per step; of two, their difference too."""
+        rows: list[tuple[Cell, ...]] = []
+        for name in dict.fromkeys(name for one in of_steps for name in one):
+            values = [one.get(name) for one in of_steps]
+            more: list[Cell] = []
+            if len(values) > 1:
+                numbers = [x for x in values if isinstance(x, (int, float))]
+                more = [numbers[1] - numbers[0] if len(numbers) == len(values) else None]
+            rows.append((name, *values, *more))
+        difference = ["B − A"] if len(self.steps) > 1 else []
+        return Table(caption, (*self.head(first, "value"), *difference), tuple(rows))

@@ -9,8 +9,7 @@ from pathlib import Path
 import torch
 
 from parallel_rl.config.architecture import Architecture
-from parallel_rl.config.hf_config import read_architecture, read_json
-from parallel_rl.config.hf_keys import Keys
+from parallel_rl.config.hf_config import Keys, read_architecture, read_json
 from parallel_rl.config.shown import shown
 from parallel_rl.config.strict import closest
 from parallel_rl.config.yaml_files import read_tree

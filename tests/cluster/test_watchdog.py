@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from parallel_rl.cluster import heartbeat, preemption, stack_trace
+from parallel_rl.cluster import heartbeat, preemption, watchdog_report
 from parallel_rl.cluster import watchdog as watch_module
 from parallel_rl.cluster.watchdog import _Watch, lost_peer
 from parallel_rl.cluster.watchdog_report import ENDED, Post, post_of, report
@@ -83,12 +83,12 @@ def _place_of_a_waiting_rank(rank: int, seen: Path) -> str | None:
             time.sleep(0.01)
         dist.all_gather_object([None, None], "x")
         return None
-    found: list[stack_trace.Place] = []
+    found: list[watchdog_report.Place] = []
 
     def look() -> None:
         while not found or found[-1].collective is None:
             time.sleep(0.01)
-            found.append(stack_trace.main_thread()[0])
+            found.append(watchdog_report.main_thread()[0])
         seen.touch()
 
     watcher = threading.Thread(target=look)
@@ -118,7 +118,7 @@ def _a_peer_leaves(rank: int) -> tuple[bool, str] | None:
     except ValueError as error:
         gone = lost_peer(error)
         assert gone is not None
-        return True, str(stack_trace.of_traceback(gone.__traceback__))
+        return True, str(watchdog_report.of_traceback(gone.__traceback__))
     return None
 
 

@@ -17,10 +17,9 @@ from parallel_rl.doctor import packages as doctor_packages
 from parallel_rl.doctor.contracts import ask_contracts
 from parallel_rl.doctor.faults import ask_faults
 from parallel_rl.doctor.findings import Finding, exit_status
-from parallel_rl.doctor.links import Sizes
 from parallel_rl.doctor.packages import apex_kind, packages, settings
 from parallel_rl.doctor.ports import ask_ports
-from parallel_rl.doctor.world import _elsewhere, ask_world
+from parallel_rl.doctor.world import Sizes, _elsewhere, ask_world
 from parallel_rl.testing.pool import run_world
 from parallel_rl.testing.whole_step.known_faults import RunFacts, gate_line
 from tests.launch import UNCOMPILED

@@ -5,7 +5,7 @@ from __future__ import annotations
 import typing
 
 from parallel_rl.advantages import AdvantageEstimator
-from parallel_rl.config.described import about, is_family, sections_of
+from parallel_rl.cli.keys import about, is_family, sections_of
 from parallel_rl.losses.choice import LossConfig
 from parallel_rl.servers.http_reward import HTTPRewardConfig
 from parallel_rl.training.config.server import ServerConfig

@@ -12,7 +12,7 @@ from types import MappingProxyType
 
 import yaml
 
-from parallel_rl.config.described import about, default_text, described, type_text
+from parallel_rl.cli.keys import about, default_text, described, type_text
 from parallel_rl.config.strict import Variants
 
 ROOT = Path(__file__).parents[2]
