@@ -10,10 +10,9 @@ from pathlib import Path
 from parallel_rl.config.hf_config import is_hf
 from parallel_rl.experience import SampleFailures
 from parallel_rl.losses.choice import LossConfig
-from parallel_rl.training.algorithms.distillation import distillation_step
 from parallel_rl.training.algorithms.preference import preference_step
 from parallel_rl.training.algorithms.rl.step import rl_step
-from parallel_rl.training.algorithms.supervised import supervised_step
+from parallel_rl.training.algorithms.supervised import distillation_step, supervised_step
 from parallel_rl.training.checkpointing.checkpoint import load_weights
 from parallel_rl.training.checkpointing.contents import same_weights
 from parallel_rl.training.config.algorithms import DistillationConfig, RLConfig, SupervisedConfig

@@ -12,7 +12,7 @@ from parallel_rl.training.config.fields import LABELS
 from parallel_rl.training.config.preference import PreferenceConfig
 from parallel_rl.training.data.examples import Answer, Pair
 from parallel_rl.training.data.fit import begin_of
-from parallel_rl.training.data.records.order import permutation
+from parallel_rl.training.data.records.source import permutation
 from parallel_rl.training.models.learner import combine_updates
 from parallel_rl.training.models.train_step import StepMetrics
 from parallel_rl.training.progress import TrainProgress

@@ -1,17 +1,18 @@
-"""One supervised step: warm-up, supervised fine-tuning, or a process reward model."""
+"""One step on given answers: supervised, a process reward model's, or towards a teacher's distributions."""
 
 from __future__ import annotations
 
 import torch
 
-from parallel_rl.experience import Samples
-from parallel_rl.training.batching.micro_batches import local_share, target_rows
-from parallel_rl.training.batching.own_fields import with_own_fields
-from parallel_rl.training.config.algorithms import SupervisedConfig
+from parallel_rl.experience import Samples, padded_samples
+from parallel_rl.training.batching.micro_batches import local_share, target_rows, with_own_fields
+from parallel_rl.training.config.algorithms import DistillationConfig, SupervisedConfig
 from parallel_rl.training.config.fields import STEP_LABELS
 from parallel_rl.training.models.learner import combine_updates
+from parallel_rl.training.models.scoring import with_teacher_logits, with_teacher_topk
 from parallel_rl.training.models.train_step import StepMetrics
 from parallel_rl.training.progress import TrainProgress
+from parallel_rl.training.rollouts.sampler import sample
 from parallel_rl.training.session import Session
 
 
@@ -50,3 +51,37 @@ def _solution_rows(session: Session, config: SupervisedConfig, first: int) -> Sa
     at_steps = torch.full(rows.input_ids.shape, -100, dtype=values.dtype)
     at_steps[rows.token_mask] = values
     return rows.with_fields(**{STEP_LABELS: at_steps})
+
+
+def distillation_step(session: Session, config: DistillationConfig, at: TrainProgress) -> StepMetrics:
+    """Train on the next examples, or on completions of the student, towards the teacher's distributions."""
+    assert session.teacher is not None
+    policy = session.policy
+    if config.rows == "examples":
+        rows = example_rows(session, at.next("examples"), config.batch_size)
+    else:
+        rows = _completions(session, config, at)
+    rows, _ = policy.balance(rows)
+    batches = policy.batches(rows)
+    if config.top_k is None:
+        batches = with_teacher_logits(policy.engine, session.teacher, batches)
+    else:
+        given = config.loss.options.get("teacher_temperature")
+        temperature = float(given) if isinstance(given, (int, float)) else 1.0
+        batches = with_teacher_topk(policy.engine, session.teacher, batches, config.top_k, temperature)
+    return combine_updates([policy.update(batches, at.step)])
+
+
+def _completions(session: Session, config: DistillationConfig, at: TrainProgress) -> Samples:
+    engine, data, served = session.engine, session.data, session.served
+    ids = local_share(range(at.next("train"), at.next("train") + config.batch_size), engine.groups)
+    chosen = [prompt.tokens for prompt in data.read(data.train, ids)]
+    if served is None:
+        drawn = sample(engine, chosen, ids, 2 * engine.config.run.seed, engine.config.sampling)
+    else:
+        assert config.server is not None
+        if at.step % config.server.update_every == 0 or not served.updated:
+            served.bring(engine.config.policy_version(at.step))
+        drawn, *_, fault = served.take(chosen, ids)
+        session.failures.report_unread(fault)
+    return padded_samples(chosen, drawn.responses())

@@ -1,4 +1,4 @@
-"""Micro-batches of whole rows for the model and the losses, padded or packed, from sequences of tokens."""
+"""Micro-batches of whole rows for the model and the losses, padded or packed, with the user's own fields."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from parallel_rl import megatron
-from parallel_rl.experience.samples import Samples, padded_samples
+from parallel_rl.experience.samples import Samples, SamplesT, padded_samples
 from parallel_rl.groups import ParallelGroups
+from parallel_rl.losses.core.requirements import Field
 from parallel_rl.megatron import packed_batch, packed_bounds, padded_batch
 from parallel_rl.training.tokenizer.protocol import Target
 
@@ -108,3 +109,31 @@ def _micro_batch(
         batch = padded_batch(data, device=device)
     tokens = int(rows.lengths.sum())
     return MicroBatch(batch.input, batch.data, batch.packed, batch.carries, indices=indices, tokens=tokens)
+
+
+def with_own_fields(
+    rows: SamplesT,
+    own: Sequence[Sequence[float | tuple[float, ...]]],
+    fields: Sequence[Field],
+    dtype: torch.dtype,
+) -> SamplesT:
+    """Add fields [N] of sequences and [N, S] of tokens, which stand on a rollout's last ones.
+
+    Args:
+        rows: one of each record.
+        own: of each row the values of `fields`, in order.
+        fields: the user's own.
+        dtype: of those that hold no integers.
+    """
+    for number, kept in enumerate(fields):
+        kind = torch.int64 if kept.dtype == "integer" else dtype
+        values = [of_row[number] for of_row in own]
+        if kept.per == "sequence":
+            rows = rows.with_fields(**{kept.name: torch.tensor(values, dtype=kind)})
+            continue
+        column = torch.zeros(rows.input_ids.shape, dtype=kind)
+        for row, (value, end) in enumerate(zip(values, rows.lengths.tolist(), strict=True)):
+            assert isinstance(value, tuple)
+            column[row, end - len(value) : end] = torch.tensor(value, dtype=kind)
+        rows = rows.with_fields(**{kept.name: column})
+    return rows

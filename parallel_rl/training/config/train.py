@@ -14,11 +14,11 @@ from parallel_rl.training.config.data import DataConfig
 from parallel_rl.training.config.fields import has_unknown_fields, own_fields
 from parallel_rl.training.config.model import ModelConfig, check_model_layout
 from parallel_rl.training.config.preference import PreferenceConfig
-from parallel_rl.training.config.run import RunConfig
 from parallel_rl.training.config.sections import (
     BatchConfig,
     EvaluationConfig,
     ParallelConfig,
+    RunConfig,
     SamplingConfig,
 )
 from parallel_rl.training.config.server import ServerConfig

@@ -21,8 +21,19 @@ from parallel_rl.training.data.conversations import (
     tools_of,
     without_nulls,
 )
-from parallel_rl.training.data.format import Format, Row, UnfitRecord, field_of, pick, text_of, without_own
-from parallel_rl.training.data.numbers import Own, checked_number, numbers_of, own_values
+from parallel_rl.training.data.format import (
+    Format,
+    Own,
+    Row,
+    UnfitRecord,
+    checked_number,
+    field_of,
+    numbers_of,
+    own_values,
+    pick,
+    text_of,
+    without_own,
+)
 from parallel_rl.training.tokenizer.protocol import Message, Target
 
 

@@ -29,12 +29,21 @@ from parallel_rl.training.batching.prefix_trees import (
 )
 from parallel_rl.training.config.sections import OptimizerConfig, SamplingConfig
 from parallel_rl.training.models.engine import Engine, build_optimizer
-from parallel_rl.training.models.lr_schedule import learning_rate
 from parallel_rl.training.models.nonfinite import Skips, where_nonfinite
 from parallel_rl.training.models.scoring import token_scores_of, values
 from parallel_rl.training.models.step_dump import StepDump
 from parallel_rl.training.models.train_step import StepMetrics, StepResult, train_step
 from parallel_rl.vocab.truncation import KEEP_ALL, Truncation
+
+
+def learning_rate(config: OptimizerConfig, done: int, total: int) -> float:
+    """Return the rate after `done` of `total` steps: a linear rise, then constant or half a cosine down."""
+    if done < config.warmup_steps:
+        return config.lr * (done + 1) / config.warmup_steps
+    if config.schedule == "constant":
+        return config.lr
+    fraction = (done - config.warmup_steps) / max(1, total - config.warmup_steps)
+    return config.lr * (config.final_fraction + (1 - config.final_fraction) * 0.5 * (1 + math.cos(math.pi * fraction)))
 
 
 @dataclass(frozen=True)

@@ -1,23 +1,68 @@
-"""Scores of micro-batches without gradient: log-probs, a critic's values, a teacher's logits."""
+"""Scores of micro-batches by forward passes without gradient: log-probs, a critic's values, a teacher's logits."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
+from parallel_rl.cluster.heartbeat import tick
 from parallel_rl.layout import valid_tokens
 from parallel_rl.losses.core.one_row import rows_of_tokens
 from parallel_rl.losses.scores import token_scores
 from parallel_rl.losses.teacher_topk import teacher_topk
-from parallel_rl.megatron import broadcast_from_last_stage
+from parallel_rl.megatron import (
+    FusedHead,
+    ScalarHead,
+    broadcast_from_last_stage,
+    forward_logits,
+    forward_only,
+    fuse_head,
+    unwrap,
+)
 from parallel_rl.training.batching.micro_batches import MicroBatch
 from parallel_rl.training.models.engine import Engine
-from parallel_rl.training.models.forward import forward_batches, fused_head
 from parallel_rl.vocab.linear.lm_head import LMHeadInput
 from parallel_rl.vocab.stats import IGNORE_INDEX
 from parallel_rl.vocab.truncation import KEEP_ALL, Truncation
+
+ResultT = TypeVar("ResultT")
+
+
+@contextlib.contextmanager
+def fused_head(engine: Engine, model: torch.nn.Module) -> Iterator[FusedHead | None]:
+    """Return hidden states in a `with` block if `model.fused_head`; yields the losses' adapter."""
+    bare = unwrap(model)
+    if not engine.config.model.fused_head or (bare.post_process and isinstance(bare.output_layer, ScalarHead)):
+        yield None
+        return
+    head = fuse_head(bare)
+    try:
+        yield head
+    finally:
+        head.remove()
+
+
+def forward_batches(
+    engine: Engine, model: torch.nn.Module, batches: Sequence[MicroBatch], collect: Callable[[Tensor, int], ResultT]
+) -> list[ResultT] | None:
+    """Run `collect(output, index)` on each micro-batch, without gradient; None on all stages but the last."""
+
+    def forward(model: torch.nn.Module, batch: MicroBatch) -> Tensor:
+        tick("scoring")
+        return forward_logits(model, batch.input)
+
+    return forward_only(
+        forward,
+        [model],
+        batches,
+        collect,
+        seq_length=batches[0].width,
+        micro_batch_size=batches[0].input.tokens.shape[0],
+    )
 
 
 def token_scores_of(

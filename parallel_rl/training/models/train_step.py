@@ -14,7 +14,7 @@ from parallel_rl.losses.core.call import LossFunction
 from parallel_rl.megatron import clip_grads_, forward_backward, grad_norm
 from parallel_rl.training.batching.micro_batches import MicroBatch
 from parallel_rl.training.models.engine import Engine
-from parallel_rl.training.models.forward import fused_head
+from parallel_rl.training.models.scoring import fused_head
 
 StepMetrics = dict[str, float]
 

@@ -17,7 +17,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from parallel_rl.cluster.watchdog_report import ranges
 from parallel_rl.training.reporting.logger import Row, RunInfo
-from parallel_rl.training.reporting.loggers import Loggers
+from parallel_rl.training.reporting.trackers import Loggers
 
 # heading, metric, format
 _COLUMNS: tuple[tuple[str, str, str], ...] = (

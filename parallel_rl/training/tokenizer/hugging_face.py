@@ -10,9 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from parallel_rl.config.strict import nearest
-from parallel_rl.training.tokenizer.chat_template import ChatOptions, ChatTemplate
+from parallel_rl.training.tokenizer.chat_template import ChatOptions, ChatTemplate, turns
 from parallel_rl.training.tokenizer.protocol import Message, Target, Tools, Vocabulary, plain_answer, plain_text
-from parallel_rl.training.tokenizer.turns import turns
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

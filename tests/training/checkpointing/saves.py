@@ -57,7 +57,7 @@ class Small:
     def newest(self) -> tuple[Path | None, list[str]]:
         """What a run would go on from, and what it would say."""
         from parallel_rl.training.checkpointing.contents import same_run
-        from parallel_rl.training.checkpointing.recovery import newest_whole
+        from parallel_rl.training.checkpointing.resume import newest_whole
 
         said: list[str] = []
         found = newest_whole(self.folder, same_run(self.config, {"sft": 10**6}), said.append)
@@ -67,7 +67,7 @@ class Small:
         """The values that the newest whole checkpoint holds."""
         from parallel_rl.training.checkpointing import checkpoint
         from parallel_rl.training.checkpointing.contents import same_run
-        from parallel_rl.training.checkpointing.recovery import newest_whole
+        from parallel_rl.training.checkpointing.resume import newest_whole
 
         found = newest_whole(self.folder, same_run(self.config, {"sft": 10**6}), str)
         assert found is not None

@@ -96,7 +96,7 @@ def test_without_a_whole_one_nothing_is_renamed_and_nothing_begins_anew(tmp_path
 
 def _other_models(rank: int, given: list[str]) -> list[str]:
     from parallel_rl.training.checkpointing.contents import same_run
-    from parallel_rl.training.checkpointing.recovery import newest_whole
+    from parallel_rl.training.checkpointing.resume import newest_whole
     from parallel_rl.training.config.load import load_config
 
     small, found = Small(given), []

@@ -14,7 +14,7 @@ from parallel_rl.config.yaml_files import override
 from parallel_rl.training.config.load import as_mapping, load_config
 from parallel_rl.training.config.sections import ParallelConfig, data_parallel_size
 from parallel_rl.training.config.train import TrainConfig
-from parallel_rl.training.models.lr_schedule import learning_rate
+from parallel_rl.training.models.learner import learning_rate
 from tests.training.helpers import CONFIGS, DATA, run
 
 

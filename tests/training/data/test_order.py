@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from parallel_rl.training.data.records.index import Entries, entries
-from parallel_rl.training.data.records.order import Order, permutation
+from parallel_rl.training.data.records.source import Order, permutation
 
 
 def _order(sizes: Sequence[int], window: int, seed: int) -> Order:

@@ -26,7 +26,7 @@ def count_rows(rank: int, arguments: list[str]) -> list[tuple[list[list[int]], l
     from parallel_rl.megatron import forward_logits
     from parallel_rl.training.batching.micro_batches import in_order, micro_batches, width_unit
     from parallel_rl.training.models.engine import build_engine, start_world
-    from parallel_rl.training.models.forward import fused_head
+    from parallel_rl.training.models.scoring import fused_head
 
     warnings.simplefilter("ignore")
     config = load_config(arguments[0], arguments[1:])

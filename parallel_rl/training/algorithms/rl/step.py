@@ -1,29 +1,147 @@
-"""One step of RL: samples, log-probs and values, advantages, and the optimizer steps."""
+"""One step of RL: samples or recorded rollouts, log-probs and values, advantages, and the optimizer steps."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import torch
 from torch import Tensor
 
-from parallel_rl.experience import Experience, Models, RewardShaping, ask_models, compute_advantages, shape_rewards
-from parallel_rl.groups import mean_over_ranks
-from parallel_rl.training.algorithms.rl.mismatch import check_mismatch
-from parallel_rl.training.algorithms.rl.prefetch import ask_ahead, mask_stale
-from parallel_rl.training.algorithms.rl.recorded import demonstrations, recorded_experience
-from parallel_rl.training.algorithms.rl.sampled import sampled_experience
+from parallel_rl.agreement import raise_on_all_ranks
+from parallel_rl.experience import (
+    Experience,
+    Models,
+    RewardShaping,
+    ask_models,
+    compute_advantages,
+    padded_samples,
+    shape_rewards,
+)
+from parallel_rl.groups import group_sum, mean_over_ranks
+from parallel_rl.training.algorithms.rl.sampled import ask_ahead, mask_stale, sampled_experience
+from parallel_rl.training.batching.micro_batches import local_shares, target_rows, with_own_fields
 from parallel_rl.training.config.algorithms import RLConfig
 from parallel_rl.training.config.fields import OBSERVED
+from parallel_rl.training.data.datasets import check_cut
+from parallel_rl.training.data.examples import Rollout
+from parallel_rl.training.data.records.source import Records
 from parallel_rl.training.models.learner import combine_updates
 from parallel_rl.training.models.scoring import with_teacher_logits
 from parallel_rl.training.models.train_step import StepMetrics
 from parallel_rl.training.progress import TrainProgress
 from parallel_rl.training.session import Session
 from parallel_rl.vocab.truncation import KEEP_ALL, Truncation
+
+
+def check_mismatch(session: Session, config: RLConfig, made: Experience, at: TrainProgress) -> StepMetrics:
+    """Return the mean |log ratio| of sampler and policy over valid tokens with staleness 0, if any.
+
+    ValueError on every rank if one server exceeds `max_mismatch`; a mean over all would hide it.
+    """
+    served, server = session.served, config.server
+    assert served is not None and server is not None
+    recomputed = config.recomputes_prev_logprobs
+    if server.max_mismatch is None or (served.compared and not recomputed):
+        return {}
+    served.compared = True
+    own = _own_logprobs(session, made) if not recomputed else made.prev_logprobs
+    assert own is not None
+    sums = _sums(session, made, own, len(server.urls))
+    for url, (total, count) in zip(server.urls, sums[:-1].tolist(), strict=True):
+        if count and not total / count <= server.max_mismatch:  # false for NaN
+            version = config.policy_version(at.step)
+            raise ValueError(
+                f"completion server {url}: step {at.step + 1}'s log-probs differ from the policy's (version {version}) by "
+                f"{total / count:.3g}, mean |log ratio| over {int(count)} tokens; rl.server.max_mismatch = "
+                f"{server.max_mismatch:g}. Give the server the policy's weights, temperature, top_k and top_p, or set "
+                "max_mismatch to null for samples of any policy"
+            )
+    total, count = sums.sum(0).tolist()
+    return {"mismatch": total / count} if count and recomputed else {}
+
+
+def _own_logprobs(session: Session, made: Experience) -> Tensor:
+    sampling = session.engine.config.sampling
+    return session.policy.log_probs(made, temperature=sampling.temperature, truncation=sampling.truncation)
+
+
+def _sums(session: Session, made: Experience, own: Tensor, servers: int) -> Tensor:
+    """Sum |log ratio| and tokens per server, unknown ones last: [servers + 1, 2] float64 on the host."""
+    assert made.generation_logprobs is not None and made.sample_mask is not None
+    fresh = (made.others["staleness"] == 0) & made.sample_mask.bool()
+    # −∞ is a token outside the policy's truncation; the loss masks it, too
+    valid = made.token_mask.bool() & fresh[:, None] & (own != -torch.inf)
+    distance = torch.where(valid, (own.double() - made.generation_logprobs.double()).abs(), 0.0)
+    of_samples = torch.stack([distance.sum(1), valid.sum(1).double()], 1)
+    place = made.others["servers"] % (servers + 1)  # −1 is the last row
+    sums = torch.zeros(servers + 1, 2, dtype=torch.float64).index_add(0, place, of_samples)
+    return group_sum(sums.to(session.engine.device), session.engine.groups.data).cpu()
+
+
+_EXPERTS = 1 << 48  # above the ids of all samples of a run
+
+
+def recorded_experience(session: Session, config: RLConfig, at: TrainProgress) -> tuple[Experience, float | None]:
+    """Read this data rank's next recorded rollouts, and their mean reward unless they have advantages."""
+    engine, records = session.engine, session.data.rollouts
+    first, count = at.next("rollouts"), config.prompts * config.group_size
+    batch = raise_on_all_ranks(partial(_read, records, first, count))
+    indices = local_shares(count, config.updates, engine.groups)
+    mine = [batch[index] for index in indices]
+    starts = [len(record.tokens) - len(record.logprobs) for record in mine]
+    samples = padded_samples(
+        [record.tokens[:start] for record, start in zip(mine, starts, strict=True)],
+        [record.tokens[start:] for record, start in zip(mine, starts, strict=True)],
+        logprobs=[record.logprobs for record in mine],
+        masks=[record.mask for record in mine],
+        dtype=engine.float_dtype,
+    )
+    keep = torch.tensor([record.sample_mask != 0 for record in batch])
+    groups, ids = [record.group for record in mine], [first + index for index in indices]
+    made = Experience.of(samples).with_fields(group_ids=_ids(groups), sample_ids=_ids(ids), sample_mask=keep[indices])
+    if "run_ids" in config.recorded_fields:
+        made = made.with_fields(run_ids=_ids([record.run or 0 for record in mine]))
+    own = [record.own for record in mine]
+    made = with_own_fields(made, own, engine.config.own_fields("rollouts"), engine.float_dtype)
+    if any(record.segments is not None for record in batch):
+        made = _with_turns(made, mine)
+    if batch[0].reward is None:
+        advantages = torch.tensor([float(record.advantage or 0.0) for record in mine], dtype=engine.float_dtype)
+        return replace(made, advantages=made.token_mask * advantages[:, None]), None
+    rewards = torch.tensor([float(record.reward or 0.0) for record in batch], dtype=torch.float64)
+    return replace(made, rewards=rewards[indices].to(engine.float_dtype)), float(rewards[keep].mean())
+
+
+def _with_turns(made: Experience, records: Sequence[Rollout]) -> Experience:
+    """Add the turn of each token; tokens of the environment carry no loss."""
+    turns = torch.zeros_like(made.input_ids)
+    for row, record in enumerate(records):
+        if record.segments is not None:
+            end = len(record.tokens)
+            turns[row, end - len(record.segments) : end] = torch.tensor(record.segments)
+    return made.with_fields(token_mask=made.token_mask & (turns >= 0), segment_ids=turns)
+
+
+def demonstrations(session: Session, config: RLConfig, at: TrainProgress) -> Experience:
+    """Read this data rank's next demonstrations, ordered by update."""
+    first, groups = at.next("examples"), session.engine.groups
+    positions = [first + position for position in local_shares(config.experts, config.updates, groups)]
+    examples = session.data.read(session.data.examples, positions)
+    samples = target_rows([example.prompt for example in examples], [example.target for example in examples])
+    ids = torch.tensor([_EXPERTS + position for position in positions])
+    return Experience.of(samples).with_fields(sample_ids=ids, expert_mask=torch.ones(len(positions), dtype=torch.bool))
+
+
+def _ids(values: Sequence[int]) -> Tensor:
+    return torch.tensor(values, dtype=torch.int64)
+
+
+def _read(records: Records[Rollout], first: int, count: int) -> list[Rollout]:
+    check_cut(records, first % len(records), count)
+    return [records[place % len(records)] for place in range(first, first + count)]
 
 
 def rl_step(session: Session, config: RLConfig, at: TrainProgress) -> StepMetrics:
