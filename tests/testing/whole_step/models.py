@@ -28,7 +28,8 @@ def experts_config() -> TransformerConfig:
         num_layers=24, hidden_size=2048, num_attention_heads=16, num_query_groups=4, ffn_hidden_size=8192,
         normalization="RMSNorm", gated_linear_unit=True, activation_func=torch.nn.functional.silu, add_bias_linear=False,
         num_moe_experts=64, moe_ffn_hidden_size=1024, moe_router_topk=8, moe_aux_loss_coeff=0.01, moe_router_dtype="fp32",
-        moe_token_dispatcher_type="alltoall", mtp_num_layers=1, mtp_loss_scaling_factor=0.1, hidden_dropout=0.0, attention_dropout=0.0,
+        moe_token_dispatcher_type="alltoall", mtp_num_layers=1, mtp_loss_scaling_factor=0.1,
+        hidden_dropout=0.0, attention_dropout=0.0,
     )  # fmt: skip
 
 
