@@ -343,7 +343,7 @@ def test_a_key_is_described(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out.splitlines()[:3] == ["rl.optimizer.lr", "  values: number", "  default: required"]
     assert main(["train", "-h", "rl.server"]) == 0
     text = capsys.readouterr().out
-    assert "update_every (integer; default 1): steps from one" in text and "  timeout (number; default 600.0): " in text
+    assert "update_every (integer; default 1): steps between" in text and "  timeout (number; default 600.0): " in text
     for key, lines in {
         "rl.server.url": ["default: required", "the least loaded gets the request"],
         "rl.overlong": [
