@@ -49,8 +49,8 @@ def gradient_cause(one: Compared, group: Sequence[WeightError], axis: str, facts
     if alike and first.factor is not None and (sizes := _of_sizes(first.factor, layout, axis)):
         return f"the whole loss is {sizes}"
     sizes = "" if first.factor is None else _of_sizes(first.factor, layout, axis)
-    if first.missing or first.by_rank or sizes.endswith("expert ranks"):
-        return sizes if sizes.endswith("expert ranks") else _of_parts(first, layout)
+    if first.missing or first.by_rank or "expert ranks" in sizes:
+        return sizes if "expert ranks" in sizes else _of_parts(first, layout)
     if all(".experts." in name for name in names):
         return (
             "gradients of experts: a dispatcher drops tokens or gradients, or experts are reduced over ranks that hold others "
@@ -105,7 +105,7 @@ def _of_parts(first: WeightError, layout: StepLayout) -> str:
 
 
 def _of_sizes(factor: float, layout: StepLayout, axis: str) -> str:
-    """Describe a factor that is the product of the layout's sizes or its reciprocal; empty if it is neither."""
+    """Describe a factor that is a product of the layout's sizes or its reciprocal, those of `axis` first; else empty."""
     sizes = {
         "tensor ranks": layout.tp,
         "context ranks": layout.cp,
@@ -118,13 +118,12 @@ def _of_sizes(factor: float, layout: StepLayout, axis: str) -> str:
     for number in range(1, len(named) + 1):
         several = list(itertools.combinations(named, number))
         several.sort(key=lambda chosen: -sum(name.partition(" ")[0] in axis for name, _ in chosen))
-        for chosen in several:
-            product = math.prod(size for _, size in chosen)
-            text = " × ".join(f"{size} {name}" for name, size in chosen)
-            if abs(factor / product - 1) < _NEAR:
-                return f"counted once for each of {text}"
-            if abs(factor * product - 1) < _NEAR:
-                return f"averaged over {text}, whose parts add up"
+        texts = {" × ".join(f"{size} {name}" for name, size in chosen): chosen for chosen in several}
+        products = {text: math.prod(size for _, size in chosen) for text, chosen in texts.items()}
+        if fits := [text for text, product in products.items() if abs(factor / product - 1) < _NEAR]:
+            return f"counted once for each of {' or '.join(fits)}"
+        if fits := [text for text, product in products.items() if abs(factor * product - 1) < _NEAR]:
+            return f"averaged over {' or '.join(fits)}, whose parts add up"
     return ""
 
 
