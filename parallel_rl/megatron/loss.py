@@ -132,6 +132,7 @@ def megatron_loss_func(
     counts = (global_valid_seqs, global_valid_toks)
     whole = loss_fn.func if isinstance(loss_fn, partial) else loss_fn
     statistics = loss_fn.keywords.get("statistics") if isinstance(loss_fn, partial) else None
+    reads = whole.requirements.reads if isinstance(whole, LossFunction) else None
     trains = torch.is_grad_enabled()  # Megatron's evaluation runs without gradients
 
     def check(first: bool) -> None:
@@ -182,7 +183,7 @@ def megatron_loss_func(
         _check_output(output)
         if checked and isinstance(head, FusedHead):
             check_owner(output, head.model)
-        elif checked and where.tp_size > 1 and output.dim() > 2:
+        elif checked and where.tp_size > 1 and output.dim() > 2 and reads != "scalar":
             check_normalised(output)
         if looks and ddp:
             warn_of_left_gradient(output)

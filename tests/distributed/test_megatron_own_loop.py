@@ -926,11 +926,13 @@ def test_a_slip_is_an_error_on_every_rank() -> None:
             assert isinstance(outcome, str) and message in outcome, (name, outcome)
 
 
+OF_FIRST_RANK = ("a mask to the left", "a mask to the right in an own step", "one micro-batch many times")
+
+
 def test_a_slip_that_may_be_meant_is_warned_of_once() -> None:
     found = _in_worlds("warned", WARNED)
     for name, (_, _, message) in WARNED.items():
-        assert found[name][0], name  # some warnings come from rank 0 alone
-        for outcome in filter(None, found[name]):
+        for outcome in found[name][: 1 if name in OF_FIRST_RANK else 2]:
             assert len(outcome) == 1 and message in outcome[0], (name, outcome)
 
 
