@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from parallel_rl.testing import Limits, check, check_law, hugging_face, slime, verl
+from parallel_rl.testing import Limits, check_law, hugging_face, law_test, slime, verl
 from parallel_rl.testing.report import LawBroken
 from tests.testing import broken_losses
 from tests.testing.planted import LocalTokens, Planted
@@ -77,14 +77,14 @@ def test_losses_of_a_script_and_of_a_notebook_reach_the_ranks(tmp_path: Path, fr
     assert "wrong: local breaks the law" in done.stdout
 
 
-@check(worlds=(1, 2))
+@law_test(worlds=(1, 2))
 def test_a_line_makes_a_test() -> type:
     return Planted
 
 
 def test_that_test_fails_with_the_diagnosis() -> None:
     with pytest.raises(LawBroken, match="local denominator"):
-        check(worlds=(1,))(lambda: LocalTokens)()
+        law_test(worlds=(1,))(lambda: LocalTokens)()
 
 
 @pytest.mark.slow
