@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, TypedDict
+from typing import TYPE_CHECKING, Any, TypedDict
 
 import torch
 import torch.distributed as dist
@@ -193,7 +193,7 @@ def megatron_loss_func(
         parts = where.tp_size if config.sequence_parallel and head is None else 1
         outputs = [output] if mtp_loss is None else split_heads(output, config.mtp_num_layers, parts)
         main, *heads = [each if head is None else head(each) for each in outputs]
-        loss, metrics = loss_fn(
+        result: Any = loss_fn(  # of any function
             main,
             data,
             *counts,
@@ -201,12 +201,15 @@ def megatron_loss_func(
             vocab_parallel_group=where.tensor,
             context_parallel_group=where.context,
         )
+        if not (isinstance(result, tuple) and len(result) == 2):
+            name = getattr(loss_fn, "__name__", type(loss_fn).__name__)
+            raise ValueError(f"{name} returned {type(result).__name__}; a loss returns (its local loss, its Metrics)")
         if mtp_loss is None:
-            return loss, metrics
+            return result[0], result[1]
         call = LossCall.of(main, data, counts, where.tp_rank, (where.tensor, where.context))
         packed = whole.packed_sequences if isinstance(whole, SequencePackingLossWrapper) else None
         call = replace(call, packed_sequences=packed)
-        return add_mtp_loss((loss, metrics), mtp_loss, call, heads, config.mtp_loss_scaling_factor)
+        return add_mtp_loss(result, mtp_loss, call, heads, config.mtp_loss_scaling_factor)
 
     scaled = scaled_loss_func(
         partial(postponed, share, callbacks_of(config).postpone) if trains else share,

@@ -482,6 +482,11 @@ REFUSED: dict[str, tuple[dict[str, int], Callable[[], object], str]] = {
         lambda: _chunks_with_configs(True, _pg, [_lacking("prev_logprobs")]),
         "data lacks the field 'prev_logprobs'",
     ),
+    "a loss that returns one number over stages": (
+        {"pp": 2},
+        lambda: _own(_wrapped(Case(pp=2)), lambda logits, *_, **__: logits.sum(), _mine()),
+        "<lambda> returned Tensor; a loss returns (its local loss, its Metrics)",
+    ),
     "a vocabulary that is too wide over stages": ({"pp": 2}, lambda: _narrow(True), "vocab_size"),
     "a vocabulary that is too wide over stages of a step": ({"pp": 2}, lambda: _narrow(False), "vocab_size"),
     "too few num_microbatches": (
