@@ -89,9 +89,13 @@ def run(
     plan = plan_run(source.shape, layout, known.card, known.micro_batches, memory)
     taken = [name for name in source.layout if name not in given]
     if known.json:
-        say(json.dumps({**plan.as_json(), "layout_of_model": taken, "not_read": source.unread}, indent=1))
+        say(
+            json.dumps(
+                {**plan.as_json(), "layout_of_model": taken, "not_read": source.unread, "data": source.data}, indent=1
+            )
+        )
     else:
-        say("\n".join([*_of_source(known.model, taken, source.unread), table(plan)]))
+        say("\n".join([*_of_source(known.model, taken, source.unread), *source.data, table(plan)]))
     if known.plot is not None:
         draw(plan, Path(known.plot))
     return 0 if plan.recommended(separable=False) is not None else 1

@@ -52,11 +52,13 @@ class Source:
     Attributes:
         shape: sizes of the model.
         layout: fields of `Layout` that it sets. unread: what else is in it.
+        data: lines on the data of a run that drops or cuts records.
     """
 
     shape: ModelShape
     layout: Mapping[str, object] = field(default_factory=dict)
     unread: tuple[str, ...] = ()
+    data: tuple[str, ...] = ()
 
 
 def read_source(path: str | Path) -> Source:

@@ -14,6 +14,8 @@ from parallel_rl.training.config.load import load_config
 from parallel_rl.training.config.train import TrainConfig
 from parallel_rl.training.data.alphabet import settle_alphabet
 from parallel_rl.training.data.datasets import find_data
+from parallel_rl.training.data.reading import read_datasets
+from parallel_rl.training.preflight.sizes import length_check
 
 # a field of the plan's layout, and the key of a config that sets it
 _KEYS = {
@@ -46,7 +48,17 @@ def planned(path: str, given: Mapping[str, object] | None = None) -> Source:
     if config.run.dtype == "float64":
         raise ValueError("run.dtype = 'float64' is not supported; give --dtype")
     layout = {name: value for name, key in _KEYS.items() if (value := attrgetter(key)(config)) is not None}
-    return Source(model_shape(config), {**layout, "dtype": getattr(torch, config.run.dtype)})
+    dtype = getattr(torch, config.run.dtype)
+    return Source(model_shape(config), {**layout, "dtype": dtype}, data=_records_that_do_not_fit(config))
+
+
+def _records_that_do_not_fit(config: TrainConfig) -> tuple[str, ...]:
+    """Describe the data of a run that drops or cuts records; empty if it refuses them."""
+    if config.data.too_long == config.data.invalid == "error":
+        return ()
+    files = find_data(config.data)
+    config = settle_alphabet(config, files)
+    return tuple(read_datasets(config, config.tokenizer.build(), files, length_check(config)).describe())
 
 
 def model_shape(config: TrainConfig) -> ModelShape:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
+import yaml
 
 from parallel_rl.testing.pool import run_world
 from parallel_rl.training.config.load import load_config
@@ -14,6 +15,7 @@ from parallel_rl.training.data.datasets import Datasets, find_data
 from parallel_rl.training.data.examples import Example, Prompt, Rollout
 from parallel_rl.training.data.fit import shorten
 from parallel_rl.training.data.reading import read_datasets
+from parallel_rl.training.preflight.planned import planned
 from parallel_rl.training.preflight.sizes import length_check
 from parallel_rl.training.tokenizer.protocol import Target
 from tests.training.data.small_blocks import small_blocks
@@ -75,6 +77,10 @@ def test_records_that_are_dropped_leave_the_order(tmp_path: Path) -> None:
         f"data.pairs: warning: {300 - len(kept):,} of 300 records ({1 - len(kept) / 300:.1%}) dropped; the longest sequence "
         f"had {max(len(f'{n}+{n}=') for n in range(6, 300, 7)) + 1 + 21} tokens"
     ]
+    tree = {"extends": run("dpo_arithmetic.yaml")[0], "evaluation": None, "warmup": None}
+    tree["data"] = {"train": None, "held_out": None, "examples": None, "pairs": path, "max_length": LIMIT, **drop}
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(tree), encoding="utf-8")
+    assert {line for line in one[2] if "dropped" in line} <= {*planned(str(tmp_path / "run.yaml")).data}
     whole = read(path, too_long="truncate", invalid="drop").pairs
     assert whole.fingerprint != records.fingerprint and len(whole) > len(records)
 
