@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.enums import ModelType
+from megatron.core.tensor_parallel import set_tensor_model_parallel_attributes
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
@@ -185,6 +186,7 @@ class _Stage(MegatronModule):
         self.pre_process = parallel_state.is_pipeline_first_stage(ignore_virtual=True)
         self.post_process = parallel_state.is_pipeline_last_stage(ignore_virtual=True)
         self.table = torch.nn.Parameter(table if self.pre_process else torch.zeros_like(table[0]))
+        set_tensor_model_parallel_attributes(self.table, True, -1, 1)  # tensor ranks hold other columns
         self.output_layer = torch.nn.Identity()  # a row of the table is logits already
         self.received: Tensor | None = None
 

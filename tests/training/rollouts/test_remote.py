@@ -159,8 +159,8 @@ def test_a_server_of_another_policy_is_noticed(tmp_path: Path) -> None:
                 train(tmp_path / "two", own, "DP 2", **more)
             assert sorted(caught.value.errors) == [0, 1]
             for error in caught.value.errors.values():
-                assert f"completion server {other.root}: its log-probs of the samples of step 1 are" in error
-                assert "The policy has version 0, and the server is taken to have 0" in error
+                assert f"completion server {other.root}: step 1's log-probs differ from the policy's" in error
+                assert "(version 0)" in error
 
 
 @pytest.mark.parametrize("layout", ["one process", "TP 2", "DP 2"])
