@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -19,11 +18,6 @@ from parallel_rl.hosts.scaling import floats
 from parallel_rl.losses.core.base import LossFn
 from parallel_rl.losses.policy import PolicyLoss
 from parallel_rl.metrics import Metric, Metrics
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from parallel_rl.losses.core.base import LossFn
 
 _CLIPS = (
     Setting("eps_clip_low", 0.2, ("clip_low",)),

@@ -7,7 +7,6 @@ rows have no bounds, so a loss must not look beyond a token.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -16,11 +15,6 @@ from parallel_rl.groups import ParallelGroups
 from parallel_rl.hosts.fit import check_fits, check_learns, unit_of
 from parallel_rl.hosts.function_loss import FunctionLoss, named, row_logprobs
 from parallel_rl.losses.core.base import LossFn
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from parallel_rl.losses.core.base import LossFn
 
 _FIELDS = ("advantages", "prev_logprobs", "generation_logprobs")
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -18,11 +18,6 @@ from parallel_rl.groups import ParallelGroups
 from parallel_rl.hosts.fit import check_fits, unit_of
 from parallel_rl.hosts.function_loss import FunctionLoss, named, row_logprobs
 from parallel_rl.losses.core.base import LossFn
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from parallel_rl.losses.core.base import LossFn
 
 _IGNORE = -100
 

@@ -10,7 +10,7 @@ mixins divide by the same counts, so a run gives TRL's numbers.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,9 +20,6 @@ from parallel_rl.losses.core.base import LossFn
 from parallel_rl.losses.policy import PolicyLossFn
 from parallel_rl.losses.preference import DPOLossFn
 from parallel_rl.metrics import Metrics
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 #: TRL's kinds of DPO by ours; ipo takes a response's mean
 DPO_KINDS = {

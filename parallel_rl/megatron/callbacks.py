@@ -165,9 +165,8 @@ class StepOfCallbacks:
                 except ValueError as error:
                     if stages == 1:
                         raise
-                    if not self.postpone(
-                        error
-                    ):  # the other stages still work on this step: each raises in its next one
+                    if not self.postpone(error):
+                        # the other stages still work on this step: each raises in its next one
                         warn(str(error))
                         self.fault = error
         return looks
