@@ -31,6 +31,7 @@ from parallel_rl.megatron.auxiliary import (
 from parallel_rl.megatron.balance import RouterBalance, needs_balance
 from parallel_rl.megatron.callbacks import postponed
 from parallel_rl.megatron.context import context_group
+from parallel_rl.megatron.cpu import plain_torch
 from parallel_rl.megatron.forward_only import broadcast_from_last_stage, forward_only, is_last_stage
 from parallel_rl.megatron.grads import sum_gradients
 from parallel_rl.megatron.lm_head import FusedHead
@@ -135,9 +136,10 @@ def forward_backward(
     loss_fn, statistics = split_partial(loss_fn)
     groups = groups or ParallelGroups.from_megatron()
     config, ddp = get_model_config(models[0]), hasattr(models[0], "finish_grad_sync")
-    prepared = prepare(models, loss_fn, batches, head, mtp_loss, groups, allow_dropout=allow_dropout)
-    begin_step(models, ddp)
-    counts, empty_rows = count_rows(_counted(prepared), groups.data)
+    with plain_torch():
+        prepared = prepare(models, loss_fn, batches, head, mtp_loss, groups, allow_dropout=allow_dropout)
+        begin_step(models, ddp)
+        counts, empty_rows = count_rows(_counted(prepared), groups.data)
 
     inputs = [batch.input for batch in prepared]
     routed: Sequence[RoutedTokens | None] = [None] * len(inputs)
@@ -223,8 +225,8 @@ def forward_backward(
         sum_gradients(models)
     elif is_checked(steps_of(models) - 1):
         remember_gradients(models)
-    metrics = [report["metrics"] for report in reports]
-    reduced = _reduced(metrics if batches else [], groups, faults)
+    with plain_torch():
+        reduced = _reduced([report["metrics"] for report in reports] if batches else [], groups, faults)
     return StepReport({**reduced, "empty_rows": empty_rows.double()}, counts)
 
 
