@@ -40,6 +40,7 @@ from parallel_rl.megatron.context import ALONE as ALONE
 from parallel_rl.megatron.context import Context as Context
 from parallel_rl.megatron.context import replicas
 from parallel_rl.megatron.cpu import enable_cpu
+from parallel_rl.megatron.forward import forward_logits as forward_logits
 from parallel_rl.megatron.forward_only import broadcast_from_last_stage, forward_only, is_last_stage
 from parallel_rl.megatron.grads import clip_grads_, copy_main_grads, grad_norm, gradient, sum_gradients
 from parallel_rl.megatron.lm_head import FusedHead as FusedHead
@@ -59,7 +60,7 @@ from parallel_rl.megatron.model import (
 )
 from parallel_rl.megatron.model_config import build_config, has_transformer_engine
 from parallel_rl.megatron.model_input import ModelInput as ModelInput
-from parallel_rl.megatron.model_input import forward_logits, packed_bounds, packed_input, padded_input, tree_input
+from parallel_rl.megatron.model_input import packed_bounds, packed_input, padded_input, tree_input
 from parallel_rl.megatron.process_groups import destroy, initialize
 from parallel_rl.megatron.scalar_head import ScalarHead as ScalarHead
 from parallel_rl.megatron.scalar_head import copy_trunk

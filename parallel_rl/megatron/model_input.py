@@ -3,21 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.transformer.module import Float16Module
-from megatron.core.utils import get_model_config
 from torch import Tensor
 
 from parallel_rl.layout import SequenceLayout
 from parallel_rl.megatron.context import Context
-from parallel_rl.megatron.model import unwrap
-from parallel_rl.megatron.mtp import heads_running
-from parallel_rl.megatron.trees import check_tree_model, positions_by_depth, tree_params, tree_plan
+from parallel_rl.megatron.trees import tree_params, tree_plan
 from parallel_rl.prefix_tree import PrefixTree
 from parallel_rl.validation import checks_values
 
@@ -27,6 +21,9 @@ class ModelInput:
     """Tokens and positions of this context rank, [B, S/cp] or packed [1, T/cp], and packed bounds.
 
     In a prefix tree's row, [1, T/cp], positions are depths.
+
+    Attributes:
+        highest: id of the whole rows; None where values are not checked.
     """
 
     tokens: Tensor
@@ -35,6 +32,7 @@ class ModelInput:
     layout: SequenceLayout
     context: Context
     tree: PrefixTree | None = None
+    highest: int | None = None
 
 
 def padded_input(input_ids: Tensor, context: Context | None = None) -> ModelInput:
@@ -55,7 +53,7 @@ def padded_input(input_ids: Tensor, context: Context | None = None) -> ModelInpu
     layout = SequenceLayout.padded(
         *input_ids.shape, cp_size=context.size, cp_rank=context.rank, cp_layout=context.layout, device=input_ids.device
     )
-    return ModelInput(*_local(input_ids, layout), None, layout, context)
+    return ModelInput(*_local(input_ids, layout), None, layout, context, highest=_check_ids(input_ids))
 
 
 def packed_input(
@@ -106,7 +104,7 @@ def packed_input(
         **({"pad_between_seqs": False} if "pad_between_seqs" in PackedSeqParams.__dataclass_fields__ else {}),
     )
     packed.bounds_on_host = tuple(bounds.tolist())  # read by every layer of SelfAttentionCore
-    return ModelInput(*_local(input_ids, layout), packed, layout, context)
+    return ModelInput(*_local(input_ids, layout), packed, layout, context, highest=_check_ids(input_ids))
 
 
 def tree_input(tree: PrefixTree, context: Context | None = None, device: torch.device | None = None) -> ModelInput:
@@ -130,7 +128,8 @@ def tree_input(tree: PrefixTree, context: Context | None = None, device: torch.d
     mine = (owner == context.rank).nonzero()[:, 0]
     rows = mine[local[mine].argsort()]
     tokens, depths = (x[rows][None].to(device) for x in (tree.row(tree.input_ids), tree.depth))
-    return ModelInput(tokens, depths, tree_params(tree_plan(tree, context, device), tree), layout, context, tree)
+    packed = tree_params(tree_plan(tree, context, device), tree)
+    return ModelInput(tokens, depths, packed, layout, context, tree, _check_ids(tree.input_ids))
 
 
 def packed_bounds(
@@ -170,76 +169,27 @@ def packed_bounds(
     return _cumulate(host), _cumulate(rooms)
 
 
-def forward_logits(model: torch.nn.Module, batch: ModelInput, *, mtp: bool = False) -> Tensor:
-    """Run a model chunk: logits [B, S/cp, V/tp] on the last stage, before it hidden states; model's dtype.
-
-    With `mtp` the heads of multi-token prediction run too; the last stage's output appends theirs, see `split_heads`.
-
-    >>> forward_logits(model, padded_input(data["input_ids"])).shape
-    torch.Size([2, 4, 8])
-
-    Raises:
-        ValueError: under sequence parallelism, a local length that is not divisible by tp.
-    """
-    config = get_model_config(model)
-    tp = config.tensor_model_parallel_size
-    if config.sequence_parallel and batch.tokens.shape[1] % tp:
-        raise ValueError(
-            f"sequence_parallel splits the {batch.tokens.shape[1]} local positions over tp = {tp}, not evenly; "
-            f"pad the rows to a multiple of cp·tp (`packed_bounds` does)"
-        )
-    wrapped: torch.nn.Module | None = model
-    half = False
-    while wrapped is not None and not half:
-        half = isinstance(wrapped, Float16Module)
-        wrapped = getattr(wrapped, "module", None)
-    options = {"fp32_output": False} if half else {}
-    if not torch.is_grad_enabled():
-        # Transformer Engine casts weights to FP8 in the first micro-batch, which only a schedule marks: a forward outside one
-        # would use the weights from before the optimizer's step
-        unwrap(model).set_is_first_microbatch()
-    positions: AbstractContextManager[None] = nullcontext()
-    if batch.tree is not None:
-        check_tree_model([unwrap(model)], trains_heads=mtp)
-        positions = positions_by_depth(unwrap(model), batch.positions[0], batch.tree)
-    with heads_running(unwrap(model), mtp), positions, _embedding_with_gradient(unwrap(model)):
-        out: Tensor = model(batch.tokens, batch.positions, None, packed_seq_params=batch.packed, **options)
-    return out
-
-
-@contextmanager
-def _embedding_with_gradient(model: torch.nn.Module) -> Iterator[None]:
-    """Require a gradient of a frozen embedding's output, or recomputation drops those behind it."""
-    embedding = getattr(model, "embedding", None)  # of the first stage
-    recomputes = get_model_config(model).recompute_granularity is not None and torch.is_grad_enabled()
-    if embedding is None or not recomputes or any(weight.requires_grad for weight in embedding.parameters()):
-        yield
-        return
-    hook = embedding.register_forward_hook(lambda module, args, out: out.requires_grad_())
-    try:
-        yield
-    finally:
-        hook.remove()
-
-
 def _local(input_ids: Tensor, layout: SequenceLayout) -> tuple[Tensor, Tensor]:
-    _check_ids(input_ids)
     shape = layout.local_shape
     # padding may lie beyond the last learned position; its output is never read
     places = torch.where(layout.held[1], layout.positions, 0)
     return layout.shard(input_ids, shift=False).view(shape), places.view(shape)
 
 
-def _check_ids(input_ids: Tensor) -> None:
-    """Refuse what no model embeds; a tensor rank takes a negative id for one of another rank's."""
+def _check_ids(input_ids: Tensor) -> int | None:
+    """Return the highest id where values are checked; refuse ids that no model embeds."""
     if input_ids.dtype not in (torch.int64, torch.int32):
         raise ValueError(f"input_ids must be int64 or int32 [B, S], got {input_ids.dtype} {list(input_ids.shape)}")
-    if checks_values(input_ids) and input_ids.numel() and int(input_ids.min()) < 0:
+    if not checks_values(input_ids) or not input_ids.numel():
+        return None
+    low, high = (int(bound) for bound in torch.aminmax(input_ids))
+    if low < 0:
         row, column = (input_ids < 0).nonzero()[0].tolist()
         raise ValueError(
             f"input_ids = {int(input_ids[row, column])} at [{row}, {column}] lies outside the model's vocabulary, and "
             "the model embeds padding too: pad with any id of the tokenizer where token_mask is 0"
         )
+    return high
 
 
 def _cumulate(lengths: Tensor) -> Tensor:

@@ -32,13 +32,13 @@ from parallel_rl.megatron.balance import RouterBalance, needs_balance
 from parallel_rl.megatron.callbacks import postponed
 from parallel_rl.megatron.context import context_group
 from parallel_rl.megatron.cpu import plain_torch
+from parallel_rl.megatron.forward import forward_logits
 from parallel_rl.megatron.forward_only import broadcast_from_last_stage, forward_only, is_last_stage
 from parallel_rl.megatron.grads import sum_gradients
 from parallel_rl.megatron.lm_head import FusedHead
 from parallel_rl.megatron.loop_checks import begin_step, check_normalised, is_checked, remember_gradients, steps_of
 from parallel_rl.megatron.loss import LossReport, check_scaling, scaled_loss_func
 from parallel_rl.megatron.micro_batch import MicroBatch
-from parallel_rl.megatron.model_input import forward_logits
 from parallel_rl.megatron.mtp import add_mtp_loss, split_heads
 from parallel_rl.megatron.prepare import prepare
 from parallel_rl.metrics import Metrics, reduce_metrics

@@ -241,6 +241,15 @@ def _chunks(order: list[int], micro_batches: int = 4) -> None:
     M.forward_backward([M.wrap_model(make_model(case, chunk=i)) for i in order], NLL(), _mine()[:micro_batches])
 
 
+def _foreign_prompt(**layout: int) -> None:
+    """Tensor ranks embed an id of a prompt beyond the vocabulary as 0; a stage or context rank fails alone."""
+    batches = _mine()
+    prompt = (batches[1]["token_mask"] == 0).nonzero()[0].tolist()
+    batches[1]["input_ids"] = batches[1]["input_ids"].clone()
+    batches[1]["input_ids"][tuple(prompt)] = VOCAB + 40
+    _own(_wrapped(Case(**layout)), _pg(), batches)
+
+
 def _without_rows() -> None:
     import parallel_rl.megatron as M
 
@@ -645,6 +654,14 @@ REFUSED: dict[str, tuple[dict[str, int], Callable[[], object], str]] = {
     ),
     "both ends on each stage": ({"pp": 2}, _both_ends, "(pre_process, post_process) of the chunks are [(True, True)]"),
     "validation by rank": ({"tp": 2}, _mode_by_rank, "differ in set_validation (0: never, 1: auto, 2: always)"),
+    **{
+        f"a foreign prompt over {axis}": (
+            {axis: 2},
+            partial(_foreign_prompt, **{axis: 2}),
+            "the highest of input_ids is 71",
+        )
+        for axis in ("tp", "cp", "pp")
+    },
     "ids below 0": (
         {"tp": 2},
         lambda: _own(_wrapped(Case(tp=2)), NLL(), [{**d, "input_ids": d["input_ids"] - VOCAB} for d in _mine()]),
