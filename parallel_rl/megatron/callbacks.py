@@ -122,7 +122,7 @@ class StepOfCallbacks:
         fault: ValueError | None = None
         try:
             if first and (checked or self.steps == 0):
-                same = {**facts_of_loss(loss_fn, head), **fact_of_validation()}
+                same = {**facts_of_loss(loss_fn, head, config), **fact_of_validation()}
                 if self.shares_experts:
                     same["the number of micro-batches (with expert parallelism; add masked ones)"] = num_microbatches
                 raise_on_all_ranks(

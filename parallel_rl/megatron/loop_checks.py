@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import warnings
 import weakref
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
 
 _OF_LOSS = "the loss (a checksum of its class, config, temperature and vocab_size)"
+_OF_SCALE = "the loss scale (config.grad_scale_func of 1, in millionths)"
 _OF_WEIGHTS = (
     "the model's weights (a checksum, of which weights train too; data and context ranks begin alike: one seed for all, or "
     "DDP's broadcast_params; later config.finalize_model_grads_func and one kind of optimizer on all keep them so)"
@@ -213,15 +215,26 @@ def inner_loss(loss_fn: object) -> object:
     return getattr(loss_fn, "loss_fn", loss_fn)
 
 
-def facts_of_loss(loss_fn: object, head: object) -> dict[str, int]:
-    """Return a checksum of a loss's class, config, temperature and vocabulary, and its fused head."""
+def facts_of_loss(loss_fn: object, head: object, config: TransformerConfig) -> dict[str, int]:
+    """Return a checksum of a loss's class, config, temperature and vocabulary, its fused head, and the loss scale."""
     loss_fn = inner_loss(loss_fn)
     options = [
         getattr(getattr(loss_fn, "options", None), name, None) for name in ("temperature", "vocab_size", "cp_layout")
     ]
     text = f"{type(loss_fn).__module__}.{type(loss_fn).__qualname__} {getattr(loss_fn, 'config', None)!r} {options}"
     checksum = zlib.crc32(re.sub(r" at 0x[0-9a-f]+", "", text).encode())
-    return {_OF_LOSS: checksum, "whether head= is given (1, or 0)": int(head is not None)}
+    scale = loss_scale(config)
+    millionths = round(scale * 1e6) if math.isfinite(scale) else 0
+    return {_OF_LOSS: checksum, "whether head= is given (1, or 0)": int(head is not None), _OF_SCALE: millionths}
+
+
+def loss_scale(config: TransformerConfig) -> float:
+    """Return the factor of `config.grad_scale_func` (fp16) on a loss; 1 without one, NaN if it returns no tensor."""
+    function = config.grad_scale_func
+    if function is None:
+        return 1.0
+    scaled = function(torch.ones(())) if callable(function) else None
+    return float(scaled) if isinstance(scaled, torch.Tensor) else math.nan
 
 
 def fact_of_validation() -> dict[str, int]:

@@ -116,7 +116,7 @@ def prepare(
 
     alone = groups.tp_size == parallel_state.get_pipeline_model_parallel_world_size() == 1
     # The first step compares them in mode "never" too, so that ranks of several modes do not wait for each other.
-    loss = facts_of_loss(loss_fn, head) if checked or first else {}
+    loss = facts_of_loss(loss_fn, head, config) if checked or first else {}
     # Later steps see gradients that were not summed over data ranks; a delayed gather shows other weights until the forward.
     gathered = not any(getattr(model, "overlap_param_gather_enabled", False) for model in models)
     weights = facts_of_weights([] if fault else models) if first or (checked and gathered) else {}

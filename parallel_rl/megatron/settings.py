@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -13,7 +14,7 @@ from megatron.core.utils import get_model_config
 
 from parallel_rl.megatron.auxiliary import has_auxiliary_loss
 from parallel_rl.megatron.lm_head import FusedHead, is_fused
-from parallel_rl.megatron.loop_checks import steps_of, warn
+from parallel_rl.megatron.loop_checks import loss_scale, steps_of, warn
 from parallel_rl.megatron.model import unwrap
 from parallel_rl.megatron.model_config import SAME_EVERYWHERE, layout_dependence
 
@@ -94,8 +95,8 @@ def check_settings(
     """Refuse dropout with recorded log-probs; in the `first` step warn of settings wrong for most losses.
 
     Raises:
-        ValueError: dropout in a training model's config, for a loss that reads recorded log-probs; a second scale of experts'
-            auxiliary losses.
+        ValueError: dropout in a training model's config, for a loss that reads recorded log-probs; a loss scale that is no
+            finite positive number; a second scale of experts' auxiliary losses.
     """
     drops = {name: getattr(config, name) for name in ("attention_dropout", "hidden_dropout") if getattr(config, name)}
     if drops and not allow_dropout:
@@ -122,6 +123,8 @@ def check_settings(
             "fp16 without config.grad_scale_func: small gradients become 0, and Megatron's optimizer divides by a scale that "
             "the loss was not multiplied by; set config.grad_scale_func = optimizer.scale_loss"
         )
+    if first:
+        check_loss_scale(config)
     experts = [name for name in vars(config) if name.startswith("moe_") and name in SAME_EVERYWHERE]
     if first and config.num_moe_experts and (dependence := layout_dependence(vars(config), experts)):
         warn(dependence)
@@ -129,6 +132,15 @@ def check_settings(
         warn(
             f"mtp_num_layers = {config.mtp_num_layers} without mtp_loss: the heads of multi-token prediction do not learn; "
             "pass mtp_loss=NLLLoss(...)"
+        )
+
+
+def check_loss_scale(config: TransformerConfig) -> None:
+    """Refuse a `grad_scale_func` that does not multiply a loss by a finite positive number."""
+    if not 0 < (scale := loss_scale(config)) < math.inf:
+        raise ValueError(
+            f"config.grad_scale_func must multiply a loss by a finite scale above 0, got {scale} for a loss of 1; set "
+            "config.grad_scale_func = optimizer.scale_loss"
         )
 
 

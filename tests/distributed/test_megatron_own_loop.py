@@ -241,6 +241,10 @@ def _chunks(order: list[int], micro_batches: int = 4) -> None:
     M.forward_backward([M.wrap_model(make_model(case, chunk=i)) for i in order], NLL(), _mine()[:micro_batches])
 
 
+def _scale_of_rank(loss: Tensor) -> Tensor:
+    return loss * (1 + torch.distributed.get_rank())
+
+
 def _foreign_prompt(**layout: int) -> None:
     """Tensor ranks embed an id of a prompt beyond the vocabulary as 0; a stage or context rank fails alone."""
     batches = _mine()
@@ -662,6 +666,21 @@ REFUSED: dict[str, tuple[dict[str, int], Callable[[], object], str]] = {
         )
         for axis in ("tp", "cp", "pp")
     },
+    "a loss scale by rank": (
+        {},
+        lambda: _step(NLL(), fields={"grad_scale_func": _scale_of_rank}),
+        "the loss scale (config.",
+    ),
+    "a loss scale of 0": (
+        {},
+        lambda: _step(NLL(), fields={"grad_scale_func": lambda loss: loss * 0}),
+        "must multiply a loss by a finite scale above 0, got 0.0",
+    ),
+    "a loss scale that is a number in an own step": (
+        {},
+        lambda: _own(_wrapped(grad_scale_func=8.0), NLL(), _mine()),
+        "must multiply a loss by a finite scale above 0, got nan",
+    ),
     "ids below 0": (
         {"tp": 2},
         lambda: _own(_wrapped(Case(tp=2)), NLL(), [{**d, "input_ids": d["input_ids"] - VOCAB} for d in _mine()]),
