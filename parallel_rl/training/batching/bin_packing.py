@@ -123,7 +123,7 @@ def first_fit_decreasing(sizes: Sequence[int], capacity: int) -> list[list[int]]
 
 
 def deal(weights: Sequence[int], ranks: int, loads: Sequence[int] = ()) -> list[int]:
-    """Assign weights to ranks with nearly even sums: the largest weight left goes to the least loaded rank.
+    """Assign weights to ranks with nearly even sums: the largest weight left goes to the rank with least.
 
     The largest sum is at most (4/3 − 1/(3·ranks)) of the least possible (Graham 1969), and exceeds the smallest by one weight
     at most. Ties go to the first weight and the first rank. With as many weights as ranks and no loads, every rank gets one.
