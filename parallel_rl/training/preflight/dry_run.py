@@ -61,7 +61,7 @@ def readings(config: TrainConfig) -> list[Reading]:
 def dry_run(
     config: TrainConfig, steps: int | None = None, say: Callable[[str], None] = lambda text: None
 ) -> Iterator[Progress]:
-    """Check the data as a run does, then read each step's records; yield progress at steps 1, 10, ..., last.
+    """Check the data as a run does, then read each step's records; yield progress at 1, 10, ..., last.
 
     Args:
         config: the run; its data parallel size is `parallel.data`, or 1.

@@ -31,7 +31,7 @@ def own_loss(config: TrainConfig) -> Given:
 
 
 def own_losses(config: TrainConfig) -> list[Given]:
-    """Return the losses of all phases, the main one first, and the critic's, on the kit's small vocabulary."""
+    """Return the losses of all phases, the main one first, and the critic's, on the kit's vocabulary."""
     main, *others = reversed(phases(config))
     found = [_built(main.loss, config.sampling if config.rl is not None else None)]
     found += [_built(phase.loss) for phase in others]
