@@ -1,4 +1,4 @@
-"""JSONL: blocks of whole lines, found by one pass over the bytes."""
+"""JSONL in blocks of whole lines, found by one pass over the bytes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _TAIL = 1 << 16
 
 
 class Lines:
-    """The lines of one block; parsed when they are asked for."""
+    """The lines of one block; each is parsed when read."""
 
     def __init__(self, data: bytes) -> None:
         self._data = data
@@ -32,16 +32,12 @@ class Lines:
         return len(self._bounds) - 1
 
     def row(self, index: int) -> Row:
-        """Line `index` of the block.
-
-        Raises:
-            ValueError: it is no JSON object.
-        """
+        """Return line `index` of the block; ValueError if it is no JSON object."""
         first, last = self._bounds[index : index + 2].tolist()
         return _object(self._data[first:last])
 
     def rows(self, first: int, last: int) -> Iterator[Row]:
-        """Lines `first` up to `last`."""
+        """Iterate over lines `first` up to `last`."""
         return (self.row(index) for index in range(first, last))
 
 
@@ -59,11 +55,11 @@ class JsonlFile:
     word = "line"
 
     def units(self, step: int) -> int:
-        """Number of blocks of `step` bytes to index."""
+        """Count the blocks of `step` bytes."""
         return -(-self.size // step)
 
     def index(self, number: int, first: int, last: int, step: int) -> Entries:
-        """Entries of blocks `first` up to `last`; a block has the lines that begin in its `step` bytes, wherever they end.
+        """Make entries of blocks `first` up to `last`; a line belongs to the block in which it begins.
 
         Raises:
             ValueError: the file changes meanwhile.
@@ -96,7 +92,7 @@ class JsonlFile:
         return entries(blocks)
 
     def read(self, start: int, size: int, crc: int) -> Lines:
-        """The block of these entries.
+        """Read the block of an entry.
 
         Raises:
             ValueError: the file has changed since it was indexed.
@@ -120,7 +116,7 @@ class JsonlFile:
 
 
 def size_of(path: Path) -> int:
-    """Bytes of a file without the blank lines at its end."""
+    """Return the bytes of a file without the blank lines at its end."""
     size = path.stat().st_size
     with path.open("rb") as file:
         while size:
