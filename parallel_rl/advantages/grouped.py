@@ -204,11 +204,7 @@ class StepwiseGRPO(GroupedEstimator, name="stepwise_grpo"):
     fields: ClassVar[tuple[str, ...]] = ("rewards", "group_ids", "run_ids", "step_ids", "token_mask")
 
     def scores(self, table: SampleTable) -> Tensor:
-        """Return [M] the scores of the runs, one per step.
-
-        Raises:
-            ValueError: a run in two groups, two steps of one number, or a task of one run where `singleton` is "error".
-        """
+        """Return the runs' scores [M], one per step; ValueError for a run in two groups or a repeated step."""
         runs = _Runs(table)
         count = runs.table.size
         last = runs.table.rows.gather(1, count[:, None] - 1)[:, 0]
@@ -245,11 +241,7 @@ class GiGPO(GroupedEstimator, name="gigpo"):
         in_unit(self, "gamma")
 
     def scores(self, table: SampleTable) -> Tensor:
-        """Return [M] the scores of the steps.
-
-        Raises:
-            ValueError: a run in two groups, two steps of one number, or a task of one run where `singleton` is "error".
-        """
+        """Return the steps' scores [M]; ValueError for a run in two groups or a repeated step."""
         runs = _Runs(table)
         rewards = runs.table.rows.nan_to_num(0.0)
         episode = self._against(SampleTable(rewards.sum(1), runs.tasks), self.singleton)

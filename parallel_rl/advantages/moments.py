@@ -67,7 +67,7 @@ def whiten(
     *,
     keep_mean: bool = False,
 ) -> Tensor:
-    """Subtract from x the mean of the valid entries of all ranks, and divide by their deviation.
+    """Whiten x over the valid entries of all ranks (mean 0, deviation 1); 0 outside `mask`.
 
     >>> whiten(torch.tensor([1.0, 3.0, 9.0]), torch.tensor([1, 1, 0]))
     tensor([-1.,  1.,  0.])
@@ -84,9 +84,6 @@ def whiten(
         mode: see above; "none" leaves x as it is.
         group: data ranks, which all call this; None is one process.
         keep_mean: add the mean again.
-
-    Returns:
-        As x, 0 outside `mask`.
 
     Raises:
         ValueError: an unknown mode, or a mask of another shape.

@@ -128,11 +128,7 @@ def _arguments(known: argparse.Namespace, rest: Sequence[str]) -> list[str]:
 
 
 def _of_one_task(rest: Sequence[str], array: str | None) -> list[str]:
-    """Return the arguments of an array's first task; the job replaces {task} by each task's number.
-
-    Raises:
-        ValueError: the tasks of an array would be one and the same run, or there is no array.
-    """
+    """Return the arguments of an array's first task; ValueError if all its tasks would be the same run."""
     named = any("{task}" in word for word in rest)
     if array is None:
         if named:

@@ -37,13 +37,11 @@ class Resources:
     """Resources of a job; None leaves a value to the site or the script.
 
     Attributes:
-        nodes: whole nodes.
-        gpus_per_node: 0 on nodes without.
-        ranks_per_node: processes on each; one a GPU where it is None.
+        nodes, servers: whole nodes for training and, one each, for servers.
+        gpus_per_node: 0 on nodes without. ranks_per_node: None: one a GPU.
         time: the limit, as sbatch takes it ("8:00:00").
-        options: more of sbatch's, by their long names.
-        words: for sbatch as they are, such as "--mail-type=END".
-        servers: nodes beside them, for a server on each. server_command: starts one, in a shell, at $HOST and $PORT.
+        options, words: sbatch's, by their long names, and literal, such as "--mail-type=END".
+        server_command: starts a server, in a shell, at $HOST and $PORT.
     """
 
     nodes: int
@@ -95,12 +93,10 @@ class Job:
     """A job to submit.
 
     Attributes:
-        command: sbatch and its arguments.
-        environment: the settings that the job reads.
+        command: sbatch and its arguments. environment: settings for the job.
         world: its number of ranks.
-        logs: where its logs come.
-        log_dir: the folder of the ranks' logs.
-        warnings: what is likely to fail on its nodes.
+        logs, log_dir: the job's logs, and the folder of the ranks' logs.
+        warnings: likely failures on its nodes.
     """
 
     command: tuple[str, ...]
@@ -120,9 +116,8 @@ def plan(resources: Resources, arguments: Sequence[str]) -> Job:
     """Plan the job that trains with `arguments`, those of `parallel-rl train`, from the present folder.
 
     Raises:
-        ValueError: site settings that cannot be read, or that would win over what was asked for; a time limit that sbatch
-            would not take; nodes without GPUs for which nobody says how many ranks they have; more ranks than GPUs; what
-            `submit_checks` refuses.
+        ValueError: unreadable or overriding site settings; a time limit that sbatch refuses; nodes without GPUs or a number
+            of ranks; more ranks than GPUs; see `submit_checks`.
     """
     here = Path("slurm")
     files = here if (here / _SCRIPT).is_file() and (here / _SCRIPT).samefile(_FILES / _SCRIPT) else _FILES
@@ -167,19 +162,14 @@ def plan(resources: Resources, arguments: Sequence[str]) -> Job:
 
 
 def submit(job: Job, folder: Path, texts: Mapping[str, str]) -> str:
-    """Submit the job, and record its command, script and config in a new folder below the run's.
+    """Submit the job, and return sbatch's answer with the places of record and logs.
 
-    The record is written first, so that no job runs without one.
+    The record (command, script and config) is written first, in a new folder below the run's. ValueError without sbatch or if
+    it refuses; then no record stays.
 
     Args:
         folder: the run's, `run.dir`.
         texts: for the record, by their files' names: the whole config in YAML, or a loop.
-
-    Returns:
-        what sbatch said, and where the record is and the logs will be.
-
-    Raises:
-        ValueError: there is no sbatch, or it refuses; nothing is left of the record then.
     """
     when = folder / "submitted" / f"{datetime.now():%Y%m%d-%H%M%S}"
     record = Path(f"{when}-of-{os.getpid()}")
@@ -204,15 +194,12 @@ def submit(job: Job, folder: Path, texts: Mapping[str, str]) -> str:
 
 
 def seconds(time: str) -> int | None:
-    """Read a time limit of sbatch: M, M:S, H:M:S, D-H, D-H:M or D-H:M:S.
+    """Read a time limit of sbatch (M, M:S, H:M:S, D-H, D-H:M or D-H:M:S) in seconds; None: no limit.
 
-    Rounds up to whole minutes, as Slurm does. None: no limit.
+    Rounds up to whole minutes, as Slurm does; ValueError for another form.
 
     >>> seconds("8:00:00"), seconds("1-12"), seconds("unlimited")
     (28800, 129600, None)
-
-    Raises:
-        ValueError: another form.
     """
     if time.lower() in ("unlimited", "infinite"):
         return None

@@ -158,12 +158,10 @@ def _section(keys: Keys, name: str, section: Mapping[str, object], max_positions
 
 
 def window_obstacles(keys: Keys, family: str, layers: int, max_positions: int) -> list[str]:
-    """List what hides a token from a later one.
-
-    A sliding window below the longest sequence does, or another kind of layer.
+    """List the settings that hide a token from a later one: a sliding window, or another kind of layer.
 
     A mistral slides in every layer, a qwen3_moe with `use_sliding_window`. A qwen2 or qwen3 with it slides in the layers that
-    `layer_types` lists, or from `max_window_layers` on; transformers reads the first where both are there.
+    `layer_types` lists, else from `max_window_layers` on, as in transformers.
 
     Raises:
         ValueError: `layer_types` is no list of one text per layer.

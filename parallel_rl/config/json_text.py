@@ -45,9 +45,7 @@ def is_int64(value: object) -> bool:
 
 
 def is_finite(value: object) -> bool:
-    """Return whether a value is a number that is finite in float32; True and False are not.
-
-    Losses work in float32.
+    """Return whether a value is a number that is finite in float32, as losses need; False for bools.
 
     >>> is_finite(3), is_finite(1e39), is_finite(10**400), is_finite(float("nan")), is_finite(True)
     (True, False, False, False, False)

@@ -19,9 +19,7 @@ ConfigT = TypeVar("ConfigT")
 
 
 def configure(cls: type[ConfigT], value: ConfigT | Mapping | str | None = None, where: str = "") -> ConfigT:
-    """Make the dataclass `cls` from an instance, a mapping or None (all defaults).
-
-    Nested mappings make nested dataclasses.
+    """Make the dataclass `cls`, nested ones too, from an instance, a mapping or None (all defaults).
 
     >>> @dataclasses.dataclass(frozen=True)
     ... class Options:

@@ -53,10 +53,7 @@ class OfConfig:
 
 
 def run(known: argparse.Namespace, of_config: Callable[[str], OfConfig]) -> int:
-    """Print the findings, on rank 0 of a job; the exit status.
-
-    Args:
-        of_config: what a run's config tells.
+    """Print the findings, on rank 0 of a job; return the exit status.
 
     Raises:
         ValueError: a config that does not load, --world outside a job, sizes without --world or that do not divide it.

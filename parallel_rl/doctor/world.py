@@ -46,16 +46,9 @@ class Sizes(NamedTuple):
 
 
 def ask_groups(sizes: Sizes, hosts: Sequence[str], device: torch.device, timeout: float) -> Iterator[Finding]:
-    """Time the groups of a kind at once, as a step uses them; what is told is the slowest rank's.
+    """Time the groups of a kind at once, as a step uses them; yield the slowest rank's numbers.
 
-    Args:
-        sizes: of the layout.
-        hosts: of each rank.
-        device: where the ranks communicate.
-        timeout: seconds of a collective.
-
-    Raises:
-        ValueError: sizes that do not divide the world.
+    ValueError for sizes that do not divide the world.
     """
     for name, lists in sizes.groups(dist.get_world_size()).items():
         mine = None
@@ -124,11 +117,7 @@ _TIMEOUT = 120.0  # seconds of a collective
 
 
 def ask_world(sizes: Sizes, of_host: Sequence[Finding] = ()) -> Iterator[Finding]:
-    """Join the job's ranks and probe them, and each group of a layout; every rank yields what all found.
-
-    Args:
-        sizes: of the layout.
-        of_host: what this rank has found on its host.
+    """Join the job's ranks and probe them and each group of a layout; yield findings of all ranks.
 
     Raises:
         ValueError: sizes that do not divide the world; no job: neither torchrun nor srun with torch's variables started this

@@ -134,11 +134,7 @@ class Samples:
         return self._rebuild(take, picked.tolist())
 
     def split(self: SamplesT, size: int | Sequence[int]) -> list[SamplesT]:
-        """Split in order into parts of `size` sequences, the last maybe fewer, or by a list of sizes.
-
-        Raises:
-            ValueError: `size` below 1, or a list that does not add up to the number of sequences.
-        """
+        """Split in order into parts of `size` sequences, or by sizes; ValueError if they do not add up."""
         if isinstance(size, int):
             if size < 1:
                 raise ValueError(f"size = {size} must be at least 1")

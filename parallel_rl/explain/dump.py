@@ -61,12 +61,9 @@ def dump_step(
 ) -> Iterator[LossFunction]:
     """Yield a loss that replaces `loss_fn` in one optimizer step and records the step in `path`.
 
-    The file is complete at the end of the block.
-
-    The loss gives the same numbers, and beside them looks at what was read of each token, runs its own computation on it once
-    more and takes the gradient with respect to it. It costs that, a copy to the host a micro-batch, and one all-reduce over
-    context ranks. Every data rank writes its own tokens, whole sequences, through its first tensor and context rank; a file
-    appears whole or not at all.
+    The loss gives the same numbers. It also runs its own computation once more on the tokens and takes the gradient by
+    them. That costs a copy to the host a micro-batch and one all-reduce over context ranks. Every data rank writes its own
+    sequences, through its first tensor and context rank; a file appears whole, at the end of the block, or not at all.
 
     >>> import tempfile, torch
     >>> from parallel_rl import NLLLoss, count_valid

@@ -55,13 +55,10 @@ def losses() -> Mapping[str, type[LossFn]]:
 
 
 def get_loss(name: str) -> type[LossFn]:
-    """Return the loss registered as `name`.
+    """Return the loss registered as `name`; ValueError with the nearest one for an unknown name.
 
     >>> get_loss("nll").__name__
     'NLLLoss'
-
-    Raises:
-        ValueError: an unknown name, with the nearest one.
     """
     if name not in _LOSSES:
         raise ValueError(not_registered("loss", name, _LOSSES, "register_loss"))

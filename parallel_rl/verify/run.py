@@ -61,13 +61,10 @@ class Way:
 
 
 def find_way(through: str) -> Way:
-    """ "groups" or "megatron".
+    """Return the way "groups" or "megatron"; ValueError if megatron-core is not installed.
 
     >>> [layout.name for layout in find_way("groups").default(8)]
     ['tp2.cp2.dp2.packed+padding.mb3.zigzag']
-
-    Raises:
-        ValueError: megatron-core is not installed.
     """
     if through == "groups":
         return Way(

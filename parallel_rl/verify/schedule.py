@@ -70,9 +70,7 @@ def _rank(rank: int, layouts: Sequence[Layout], trial: Trial, dtype: torch.dtype
 
 
 def schedule_layouts(world: int) -> list[Layout]:
-    """Return default layouts of so many ranks, three micro-batches each.
-
-    Empty for world sizes without defaults.
+    """Return default layouts of so many ranks, three micro-batches each; [] without defaults.
 
     >>> [layout.name for layout in schedule_layouts(4)][0]
     'tp2.cp1.dp1.pp2.packed+padding.mb3.zigzag'

@@ -1,11 +1,9 @@
 """Narrow a row's top-p/top-k threshold to a few candidate logits in two passes.
 
-The first pass weighs each row by bins; one all-reduce finds the threshold's bin. The second copies that bin's logits, about a
-hundredth of the row, and sums exactly what lies above. Bins are inexact float32 sums: the caller searches the logits of rows
-whose threshold is not among the copies, or with too many equal logits to copy.
-
-A CPU reads values without waiting and copies as many logits as there are. A card uses the kernels of
-`backends.triton.threshold`, which copy to a fixed number of places.
+The first pass weighs each row by bins; one all-reduce finds the threshold's bin. The second copies that bin's logits, about
+a hundredth of the row, and sums exactly those above. Bins are inexact float32 sums: the caller searches rows whose threshold
+is not among the copies, or with too many equal logits. A CPU copies any number of logits; a card a fixed number, in the
+kernels of `backends.triton.threshold`.
 """
 
 from __future__ import annotations
@@ -111,8 +109,7 @@ def count_brackets(
 ) -> Brackets:
     """Find brackets by counting, on a card cheaper than weighing: one read, two all-reduces.
 
-    A bin's mass is estimated from its middle, off by some percent with few ids, so a bracket includes a number of ids around
-    the apparent threshold, of any mass.
+    A bin's mass is estimated from its middle, so a bracket includes ids around the apparent threshold, of any mass.
     """
     from parallel_rl.vocab.backends.triton.threshold import vocab_bins
 

@@ -130,13 +130,10 @@ class VocabShard:
 def check_spans(
     group: ProcessGroup | None, width: int, vocab_size: int | None, vocab_start: int | None, like: Tensor
 ) -> None:
-    """Refuse shards with `vocab_start` that overlap or leave a hole, which would silently be wrong.
+    """Refuse shards with `vocab_start` that overlap or leave a hole; ValueError on all ranks of the group.
 
-    Costs one all-gather of two integers and a copy to the host, in a group's first call with this vocabulary size; nothing
-    without `vocab_start` or in mode "never". All ranks of the group call it, with or without `vocab_start`.
-
-    Raises:
-        ValueError: on all ranks of the group.
+    The group's first call with this vocabulary size costs one all-gather of two integers and a copy to the host; others, mode
+    "never" and calls without `vocab_start` cost nothing. All ranks of the group call it, with or without `vocab_start`.
     """
     if vocab_start is None or get_validation() == "never" or torch.compiler.is_compiling():
         return

@@ -127,16 +127,13 @@ def stats_of_shard(
 
 
 def stats_of_edges(logits: Tensor, targets: Tensor, keep: Tensor, shard: VocabShard, branches: Tensor) -> TokenStats:
-    """Compute the statistics of rows with several targets, without copying rows or reading twice.
+    """Compute statistics of rows with several targets: log-probs [T + X], −inf without one; others [T].
 
     Args:
         logits: [T, V/tp].
         targets: [T + X] the target of each row, −1 for none or several; then those of the branching rows.
         keep: [T] the rows that count.
         branches: [X] the row of each further target, in order.
-
-    Returns:
-        `TokenStats` with log-probs [T + X], −inf without a target; the others are [T].
     """
     inv_t = shard.inverse_temperature(math_dtype(logits.dtype), logits.device)
     return TokenStats(*_TokenStats.apply(logits, targets, keep, inv_t, shard, None, branches))

@@ -208,10 +208,7 @@ def check_log_probs(logprobs: Tensor, valid: Tensor, name: str = "logprobs") -> 
 
 
 def check_values(data: Mapping[str, Tensor], needs: Requirements, truncated: bool = False) -> None:
-    """Check the values of data whose shapes are right.
-
-    Args:
-        truncated: a truncated policy may have recorded log-probs of −inf.
+    """Check the values of data whose shapes are right; `truncated`: recorded log-probs may be −inf.
 
     Raises:
         ValueError: a mask with values other than 0 and 1; at a valid place NaN, an infinite advantage, return, reward or

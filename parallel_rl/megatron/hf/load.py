@@ -33,7 +33,7 @@ def load_hf(
     vocab_multiple: int = 1,
     overrides: Mapping[str, object] | None = None,
 ) -> list[GPTModel]:
-    """Load config.json and safetensors into this rank's part of a model, on the layout of `initialize`.
+    """Load config.json and safetensors into this rank's part of a model: a list of its model chunks.
 
     Every rank of the world calls it and reads only its own rows. Families: llama (with 3.1's rotary positions), mistral,
     qwen2, qwen3, qwen3_moe.
@@ -45,9 +45,6 @@ def load_hf(
         scalar_head: one output a position in place of logits: the folder's `score.weight` if there is one, else zeros.
         vocab_multiple: see `build_model`.
         overrides: further fields of TransformerConfig by name (recompute_granularity, moe_aux_loss_coeff, ...).
-
-    Returns:
-        The model chunks of this rank: one, unless `initialize` has virtual_pp.
 
     Raises:
         ValueError: on all ranks: no weights; an unsupported family or option of config.json; a tensor that is missing, unused

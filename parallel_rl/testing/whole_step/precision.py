@@ -18,11 +18,7 @@ _MOST_KINDS = 6  # of modules that are kept in float32
 def measure_rounding(
     subject: StepSubject, config: TransformerConfig, layout: StepLayout, timeout: float
 ) -> tuple[float, tuple[str, ...]]:
-    """Compare float32 with float64 on one process; return the largest error and the float32 classes.
-
-    Raises:
-        Exception: float64 fails outside of a module's forward.
-    """
+    """Compare float32 with float64 on one process; return the largest error and the float32 classes."""
     truth, kinds = _run_in_float64(subject, config, layout, timeout)
     seen = compare(layout, [run_layout(subject, config, layout, truth, torch.float32, timeout)], truth, 0.0)
     errors = (seen.loss, seen.gradient, seen.norm, seen.weights, *seen.metrics.values())

@@ -22,11 +22,7 @@ _OF_A_GPT_MODEL = ("config", "pre_process", "post_process", "vocab_size", "share
 
 
 def config_of(provider: Provider | TransformerConfig, config: object) -> TransformerConfig:
-    """Return the config: the value passed, the result of a function, or the provider itself.
-
-    Raises:
-        ValueError: neither is a TransformerConfig.
-    """
+    """Return the config: the value, a function's result, or the provider; ValueError if it is none."""
     if config is None:
         config = provider
     if callable(config) and not isinstance(config, TransformerConfig) and config is not provider:

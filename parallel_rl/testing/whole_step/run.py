@@ -180,11 +180,7 @@ def _step(
     clip: float | None,
     tokens: Tensor | None = None,
 ) -> tuple[dict[str, float], float, dict[Parameter, Tensor]]:
-    """Run forward, backward and the optimizer's step.
-
-    Returns:
-        Metrics, the optimizer's norm, and the gradients before clipping of the weights that train.
-    """
+    """Run the step; return metrics, the optimizer's norm, and the trained weights' unclipped gradients."""
     settings = OptimizerConfig(
         optimizer="sgd", lr=_RATE, min_lr=_RATE, sgd_momentum=0.0, weight_decay=0.0, clip_grad=0.0
     )

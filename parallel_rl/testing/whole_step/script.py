@@ -49,11 +49,7 @@ def run_script(
     batches: list[Rows],
     layout: StepLayout,
 ) -> dict[str, float]:
-    """Run forward and backward of the step, and return the log as Megatron-LM's `train_step` reduces it.
-
-    Raises:
-        ValueError: packed rows for a forward step, or results that the schedule does not take.
-    """
+    """Run the step; return its log, reduced as by Megatron-LM's `train_step`; ValueError for packed rows."""
     if subject.forward_step is not None and layout.packed:
         raise ValueError(
             "packed rows are not passed to a forward step, whose batches are its own; pass a loss callback"

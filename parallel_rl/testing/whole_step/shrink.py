@@ -50,11 +50,7 @@ _OFF_ON_CPU: dict[str, object] = {
 
 
 def shrink(config: TransformerConfig, layers: int) -> tuple[TransformerConfig, list[str]]:
-    """Return the config at test size, and a note on each field that stays or is turned off.
-
-    Raises:
-        ValueError: Megatron refuses the sizes.
-    """
+    """Return the config at test size, and a note on each field kept or turned off; ValueError if refused."""
     notes: list[str] = []
     values = vars(config)
     changes: dict[str, object] = {"num_layers": layers}
@@ -88,11 +84,7 @@ def shrink(config: TransformerConfig, layers: int) -> tuple[TransformerConfig, l
 
 
 def for_layout(config: TransformerConfig, layout: StepLayout, dtype: torch.dtype) -> TransformerConfig:
-    """Return a shrunk config with the sizes, rows and precision of one layout.
-
-    Raises:
-        Inapplicable: the layout does not divide heads, experts or layers, or Megatron's config refuses the sizes.
-    """
+    """Return a shrunk config for one layout; Inapplicable if the layout or Megatron refuses it."""
     sizes = {"num_attention_heads": layout.tp, "num_query_groups": layout.tp, "num_layers": layout.pp * layout.vp}
     if config.num_moe_experts:
         sizes["num_moe_experts"] = layout.ep

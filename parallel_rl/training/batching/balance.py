@@ -30,7 +30,7 @@ def balance(
     loads: Sequence[int] = (),
     weights: Tensor | None = None,
 ) -> tuple[SamplesT, list[int]]:
-    """Redistribute the rows of all data ranks, so that their tokens are nearly even in each part.
+    """Make the tokens of all data ranks nearly even; return this rank's rows, and the number in each part.
 
     The assignment depends on lengths alone. Each part, an optimizer step, is balanced by itself.
 
@@ -44,9 +44,6 @@ def balance(
         loads: tokens that this rank already has in each part; empty: none.
         weights: [N] tokens of rows that move as one, at the first of them, 0 at the others; None: of each unit, the sum of
             its lengths.
-
-    Returns:
-        this rank's rows, part after part, and the number of rows in each.
 
     Raises:
         ValueError: on every rank: a unit is longer than a micro-batch, or rows do not fill whole units in each part.

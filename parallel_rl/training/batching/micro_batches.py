@@ -31,11 +31,7 @@ class MicroBatch(megatron.MicroBatch):
 
 
 def local_share(items: Sequence[int], groups: ParallelGroups) -> list[int]:
-    """Return this data rank's equal share of a list that every rank has.
-
-    Raises:
-        ValueError: it is not divisible by the data ranks.
-    """
+    """Return this data rank's equal share of a list; ValueError if the data ranks do not divide it."""
     size, rest = divmod(len(items), groups.dp_size)
     if rest:
         raise ValueError(f"{len(items)} sequences are not divisible by the {groups.dp_size} data parallel ranks")
@@ -67,14 +63,11 @@ def micro_batches(
     device: torch.device,
     row_unit: int | None = None,
 ) -> list[MicroBatch]:
-    """Build micro-batches of this rank's rows from the indices in `bins`.
+    """Build micro-batches of this rank's rows from indices `bins`; ValueError if lengths do not fit.
 
     Args:
         unit: divides a padded width, see `width_unit`.
         row_unit: divides the length of a packed row, if that is more than the layout needs.
-
-    Raises:
-        ValueError: from the layout, where lengths do not fit.
     """
     return [_micro_batch(rows.select(indices), indices, packing, unit, row_unit, device) for indices in bins]
 

@@ -49,11 +49,7 @@ def list_checkpoints(folder: Path) -> list[Path]:
 
 
 def make_partial(final: Path, needed: int) -> Path:
-    """Make an empty hidden folder next to `final`, to fill and publish.
-
-    Raises:
-        OSError: the folder cannot be made, or the disk has less than `needed` bytes.
-    """
+    """Make an empty hidden folder next to `final`; OSError if that fails or `needed` bytes are not free."""
     partial = final.with_name(_PARTIAL + final.name)
     for cut_off in final.parent.glob(f"{_PARTIAL}*"):
         shutil.rmtree(cut_off)

@@ -74,11 +74,7 @@ _TAKEN = frozenset(
 
 
 def own_fields(choice: LossConfig) -> tuple[Field, ...]:
-    """List the fields that a loss declares and records must provide, one value per token or sequence.
-
-    Raises:
-        ValueError: a reserved name, or an alignment that records do not have.
-    """
+    """List a loss's declared fields that records must have; ValueError for a reserved name or alignment."""
     fields = choice.requirements.fields
     own = tuple(
         field for field in fields if field.name not in _GIVEN and field.per in ("token", "sequence") and not field.width

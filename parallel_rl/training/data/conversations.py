@@ -102,11 +102,7 @@ def answers_of(value: object, key: str, asked: Sequence[Message]) -> list[Messag
 
 
 def shared_turns(chosen: object, rejected: object) -> list[Message]:
-    """Return the common beginning of two conversations: the prompt of a pair without one.
-
-    Raises:
-        ValueError: malformed messages, or none in common.
-    """
+    """Return the common beginning of two conversations; ValueError if none, or for a malformed message."""
     both = [messages_of(value, key) for key, value in (("chosen", chosen), ("rejected", rejected))]
     count = 0
     for one, other in zip(*both, strict=False):

@@ -56,14 +56,11 @@ class Datasets:
                 yield name, records
 
     def read(self, records: Records[RecordT], indices: Sequence[int]) -> list[RecordT]:
-        """Read records of a shuffled source.
+        """Read records of a shuffled source; ValueError on all ranks if one of any rank is malformed.
 
         Args:
             records: one of the sources.
             indices: counted over all passes.
-
-        Raises:
-            ValueError: on all ranks: a record of any rank is malformed.
         """
         return raise_on_all_ranks(lambda: records.stream(indices, self.seed))
 
@@ -76,11 +73,7 @@ class Datasets:
         }
 
     def check_metadata(self, metadata: Mapping[str, object], where: object) -> None:
-        """Refuse a checkpoint made with other records or in another order.
-
-        Raises:
-            ValueError: the seed, a source or a fingerprint differs; names it.
-        """
+        """Raise ValueError for a checkpoint with another seed, source or fingerprint; names it."""
         mine, then = self.metadata(), f"when {where} was written, so the run cannot go on with the next record"
         otherwise = "choose another run.dir, or set run.resume = 'never'"
         if (seed := metadata.get("data_seed")) != mine["data_seed"]:
@@ -132,11 +125,7 @@ def find_data(config: DataConfig) -> Files:
 
 
 def check_cut(records: Records[Rollout], place: int, count: int) -> None:
-    """Refuse a step of `count` recorded sequences from `place` that starts within a group.
-
-    Raises:
-        ValueError: it does.
-    """
+    """Raise ValueError if a step of `count` recorded sequences from `place` starts within a group."""
     group = records[place].group
     if place and records[place - 1].group == group:
         raise ValueError(

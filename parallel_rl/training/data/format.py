@@ -53,11 +53,7 @@ class Format:
     own: tuple[Field, ...] = ()
 
     def fields(self, row: Row, source: str) -> tuple[Fields, Fields]:
-        """Read the fields of a record of `source`, and its other columns.
-
-        Raises:
-            ValueError: see `pick`; or the record has another form than `convert` expects.
-        """
+        """Split a record of `source` into fields and other columns; ValueError as `pick`, or for another form."""
         row = without_own(row, self.own)
         return self.convert(row) if self.convert else pick(row, FIELDS[source], self.columns)
 
@@ -124,16 +120,7 @@ def _needed(known: Sequence[str], fields: Row) -> list[str]:
 
 
 def field_of(fields: Row, key: str, row: Row | None = None) -> object:
-    """Return a required field.
-
-    Args:
-        fields: from `pick`.
-        key: its name.
-        row: columns among which the message finds the nearest name.
-
-    Raises:
-        ValueError: it is missing.
-    """
+    """Return a required field of `fields`; ValueError names the nearest column of `row` if it is missing."""
     if key not in fields:
         near = [name for name in row or () if nearest(key, [name]).startswith("did")]
         raise ValueError(
@@ -143,11 +130,7 @@ def field_of(fields: Row, key: str, row: Row | None = None) -> object:
 
 
 def text_of(fields: Row, key: str, row: Row | None = None) -> str:
-    """Return a text that is not empty.
-
-    Raises:
-        ValueError: it is missing, or no text.
-    """
+    """Return a text; ValueError if it is missing, empty or no text."""
     value = field_of(fields, key, row)
     if not isinstance(value, str) or not value:
         raise ValueError(f"{key!r} = {brief(value)} is not valid; a text that is not empty is needed")

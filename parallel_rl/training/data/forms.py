@@ -40,11 +40,7 @@ class RecordForm:
     fits: Callable[[Row], bool] = lambda row: True
 
     def read(self, row: Row) -> tuple[Fields, Fields]:
-        """Convert a record to the fields of its source and its other columns.
-
-        Raises:
-            ValueError: a needed column is missing, a column is unknown, or a value is malformed.
-        """
+        """Split a record into its fields and other columns; ValueError for missing, unknown or malformed ones."""
         missing = [name for name in self.needs if name not in row]
         if missing or (unknown := self.unknown(row)):
             fault = f"the column {missing[0]!r} is missing" if missing else f"the column {unknown[0]!r} is unknown"

@@ -69,11 +69,7 @@ def parsers(config: TrainConfig, tokenizer: Tokenizer, forms: Forms | None = Non
 
 
 def _solutions(config: TrainConfig, form: Format) -> Callable[[Row], Solution]:
-    """Build the parser of solutions, whose steps end with the token that the loss scores.
-
-    Raises:
-        ValueError: the separator ends with another token.
-    """
+    """Build the parser of solutions; ValueError if their separator does not end with the scored token."""
     if config.sft is None or config.sft.source != "solutions":
         return partial(parse_solution, form=form, separator=())
     separator, options = form.tokenizer.encode(config.data.step_separator), config.sft.loss.options

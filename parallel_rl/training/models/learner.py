@@ -78,16 +78,13 @@ class Learner:
     def balance(
         self, rows: SamplesT, parts: int = 1, together: int = 1, beside: Sequence[Samples] = ()
     ) -> tuple[SamplesT, list[int]]:
-        """Rebalance rows over data ranks if `batch.tokens` is set (see `balance`); else leave them.
+        """Rebalance rows if `batch.tokens` is set (see `balance`); return them, and the number in each part.
 
         Args:
             rows: equal parts, one per optimizer step.
             parts: number of parts.
             together: adjacent rows that stay on one rank and in one micro-batch.
             beside: this rank's extra rows in each part.
-
-        Returns:
-            the rows, part after part, and the number in each.
         """
         if self.capacity is None:
             return rows, [len(rows) // parts] * parts
@@ -121,11 +118,7 @@ class Learner:
         return micro_batches(rows, bins, packing=packing, unit=unit, device=device, row_unit=row_unit)
 
     def update(self, batches: Sequence[MicroBatch], done: int) -> StepResult:
-        """Make one optimizer step on this data rank's micro-batches, after `done` of the phase's `updates`.
-
-        Raises:
-            ValueError: a gradient norm that is not finite or a spike, unless the config skips such steps.
-        """
+        """Make one optimizer step of the phase's `updates`; ValueError if the gradient norm is refused."""
         rate, clip, spike = learning_rate(self.config, done, self.updates), self.config.clip, self.config.spike
         loss_fn, dump = self.loss_fn, self.dump
         with nullcontext(loss_fn) if dump is None else dump.around(loss_fn, done, self.engine.groups) as step_loss:

@@ -81,11 +81,7 @@ def _is_left_to_ranks(name: str | None) -> bool:
 
 
 def check_first_records(config: TrainConfig, tokenizer: Tokenizer, files: Files) -> None:
-    """Parse the first records of each file, which show most mistakes of a config.
-
-    Raises:
-        ValueError: a malformed line or row, by file and number.
-    """
+    """Parse the first records of each file; ValueError with file and number for a malformed one."""
     parse = parsers(config, tokenizer, find_forms(config.data, files, config.own_fields))
     left_aside(config.data, files, config.own_fields)
     for name, data_files in files.items():

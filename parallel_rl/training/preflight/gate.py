@@ -89,11 +89,7 @@ def check_in(seconds: float) -> dist.Store:
 
 
 def check_groups(config: ParallelConfig, seed: int = 0, timeout: float = 1800.0) -> None:
-    """Form the groups of the layout, count their ranks, and let pipeline neighbours exchange.
-
-    Raises:
-        RuntimeError: on all ranks: a group has another size, or pipeline neighbours cannot exchange.
-    """
+    """Form the layout's groups, and count and test them; RuntimeError on all ranks if one is wrong."""
     tick("forming the groups")
     start_groups(config, seed, timeout)
     device = current_device()

@@ -13,11 +13,7 @@ from parallel_rl.agreement import on_first_rank, raise_on_all_ranks
 
 
 def check_writable(folder: Path) -> None:
-    """Check that a run's folder can be made and written.
-
-    Raises:
-        ValueError: the folder, or the nearest one above it that exists, is not writable.
-    """
+    """Raise ValueError if a run's folder cannot be made or written."""
     there = _existing(folder)
     try:
         with tempfile.TemporaryFile(dir=there):
@@ -27,11 +23,7 @@ def check_writable(folder: Path) -> None:
 
 
 def check_on_every_node(folder: Path) -> None:
-    """Check that every node can write the run's folder and that it is shared; collective over the world.
-
-    Raises:
-        ValueError: on all ranks, with the hosts.
-    """
+    """Raise ValueError on all ranks if a node cannot write the run's folder, or if it is not shared."""
     if dist.get_world_size() == int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size())):
         return  # one node
     sign, host = on_first_rank(lambda: _leave_sign(folder), f"run.dir = {str(folder)!r} cannot be used")

@@ -14,11 +14,7 @@ from parallel_rl.training.tokenizer.protocol import Vocabulary
 
 
 def check_layout(config: TrainConfig, world_size: int) -> None:
-    """Check that each batch is divisible by the data parallel ranks of the world.
-
-    Raises:
-        ValueError: one is not, or the world does not match the layout.
-    """
+    """Raise ValueError if the world does not match the layout, or its data ranks do not divide a batch."""
     ranks = data_parallel_size(config.parallel, world_size)
     batches = [
         (f"{name}.batch_size", section.batch_size)

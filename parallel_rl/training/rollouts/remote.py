@@ -104,10 +104,9 @@ class RemoteRollouts:
         self._asked = {sample: asked for sample, asked in self._asked.items() if sample in wanted}
 
     def take(self, prompts: Sequence[Sequence[int]], sample_ids: Sequence[int]) -> Taken:
-        """Take one completion of each of N prompts, N ≥ 0; every rank calls it, data replicas get the same.
+        """Take a completion for each of N ≥ 0 prompts, alike on data replicas; every rank calls it.
 
-        Raises:
-            ValueError: a server failed, or used a version other than sent; on all ranks.
+        ValueError on all ranks if a server failed or used other weights than sent.
         """
 
         def ask() -> list[_Asked]:
@@ -130,13 +129,9 @@ class RemoteRollouts:
             return self._draw(prompts, lambda: self._ask(prompts, sample_ids, sampling))
 
     def bring(self, version: int) -> None:
-        """Send the trainer's weights, `version` optimizer steps old, if updates are on; every rank calls it.
+        """Send the weights of `version` if updates are on, after samples in flight; every rank calls it.
 
-        Samples in flight finish first, so that each has one policy.
-
-        Raises:
-            ValueError: on every rank: the weights could not be written; a server refused, did not answer or reports another
-                version.
+        ValueError on every rank: the weights could not be written; a server refused, did not answer or has another version.
         """
         if self._weights is None or (self.updated and self._version == version):
             return

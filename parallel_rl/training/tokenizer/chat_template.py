@@ -44,19 +44,13 @@ class ChatOptions:
 
 
 class ChatTemplate:
-    """Chat template, compiled and rendered in a bounded process of its own.
+    """Chat template, compiled and rendered in a bounded process; `where` it comes from is for messages.
 
     A rendering is bounded by 16 million characters, 512 MB and ten seconds. The process is restarted after a fork or a kill.
 
     >>> template = ChatTemplate("{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}", "this example")
     >>> template.render([{"role": "user", "content": "hi"}], answered=True)
     '<user>hi'
-
-    Args:
-        source: of the template.
-        where: it comes from, for messages.
-        variables: the tokenizer's special tokens, by their names.
-        options: the run's.
 
     Raises:
         ValueError: it is no template, or takes too much to compile.

@@ -98,11 +98,7 @@ class LMHeadInput:
         return self.hidden.new_zeros(()).expand(order.sequences, order.width, self.weight.shape[0])
 
     def check(self, group: ProcessGroup | None, vocab_size: int | None) -> None:
-        """Check shapes, dtypes and options, without reading a value.
-
-        Raises:
-            ValueError: shapes or dtypes that disagree, an unknown mode, a budget too small for one row.
-        """
+        """Check shapes, dtypes, mode and budget without reading a value; ValueError for a wrong one."""
         hidden, weight, bias = self.hidden, self.weight, self.bias
         for name, x in (("hidden", hidden), ("weight", weight), ("bias", bias)):
             check_plain(name, x)

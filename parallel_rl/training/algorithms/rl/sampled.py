@@ -112,11 +112,7 @@ def _record(engine: Engine, made: Experience, step: int) -> None:
 
 
 def ask_ahead(session: Session, config: RLConfig, at: TrainProgress) -> None:
-    """Send the weights if due, then request the first round of this step and of `ahead` more.
-
-    Raises:
-        ValueError: a server did not take the weights.
-    """
+    """Send the weights if due, then request samples for this step and `ahead` more; ValueError if refused."""
     served, server, step = session.served, config.server, at.step
     assert served is not None and server is not None
     if step % server.update_every == 0 or not served.updated:

@@ -26,7 +26,9 @@ def check(
     each: Callable[[int, Sequence[RecordT]], None] = lambda place, batch: None,
     unfit: Callable[[int, int, UnfitRecord], None] | None = None,
 ) -> tuple[int, float]:
-    """Parse the records of `budget` bytes of blocks, spread evenly over the source and split over ranks.
+    """Parse blocks of `budget` bytes; return the greatest length and the checked fraction.
+
+    The blocks are spread evenly over the source and split over the ranks; result and ValueError are the same on each.
 
     Args:
         records: their `parse` refuses faults.
@@ -34,12 +36,6 @@ def check(
         budget: bytes; at least one block is checked.
         each: gets (place of the first, records) of this rank's part, batch by batch, and refuses faults.
         unfit: as for `Records.batches`.
-
-    Returns:
-        the greatest length, and the checked fraction of the bytes; equal on every rank.
-
-    Raises:
-        ValueError: a fault; alike on every rank.
     """
     blocks, world = spread_blocks(records.index, budget), dist.group.WORLD
 

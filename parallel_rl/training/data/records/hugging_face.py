@@ -82,11 +82,7 @@ class HuggingFaceFile:
         return entries(rows)
 
     def read(self, start: int, size: int, crc: int) -> Table:
-        """Read the block that begins with row `start`.
-
-        Raises:
-            ValueError: the data set has changed since it was indexed.
-        """
+        """Read the block that begins with row `start`; ValueError if the data set has changed."""
         table = self._rows(start)
         if _checksum(table) != crc:
             raise ValueError(f"{self.path} has changed since the run began, from row {start + 1} on. Start over")
@@ -101,10 +97,7 @@ class HuggingFaceFile:
 def open_in_turn(files: Sequence[object]) -> None:
     """Load a source's data sets: first rank 0, then the first rank of each node, then the others.
 
-    So ranks that share a cache do not download or prepare the same data twice. Every rank calls it.
-
-    Raises:
-        ValueError: on every rank: see `HuggingFaceFile.open`.
+    So ranks that share a cache do not prepare the same data twice. Every rank calls it; errors are on all.
     """
     inner = (getattr(file, "file", file) for file in files)  # of one that is mapped
     sets = [file for file in inner if isinstance(file, HuggingFaceFile)]

@@ -59,11 +59,7 @@ class JsonlFile:
         return -(-self.size // step)
 
     def index(self, number: int, first: int, last: int, step: int) -> Entries:
-        """Make entries of blocks `first` up to `last`; a line belongs to the block in which it begins.
-
-        Raises:
-            ValueError: the file changes meanwhile.
-        """
+        """Make entries of blocks `first` up to `last` by the lines' starts; ValueError if the file changes."""
         blocks: list[tuple[int, int, int, int, int]] = []
         begun: tuple[int, int, int] | None = None  # start, count and checksum so far of the block that still goes on
         with self.path.open("rb") as file:
@@ -92,11 +88,7 @@ class JsonlFile:
         return entries(blocks)
 
     def read(self, start: int, size: int, crc: int) -> Lines:
-        """Read the block of an entry.
-
-        Raises:
-            ValueError: the file has changed since it was indexed.
-        """
+        """Read the block of an entry; ValueError if the file has changed since it was indexed."""
         with self.path.open("rb") as file:
             file.seek(start)
             data = file.read(size)

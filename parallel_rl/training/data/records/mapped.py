@@ -84,11 +84,7 @@ class MappedFile:
         return index
 
     def read(self, start: int, size: int, crc: int) -> MappedRows:
-        """Read and map a block.
-
-        Raises:
-            ValueError: see the file's own `read`.
-        """
+        """Read and map a block; ValueError as of the file's own `read`."""
         return self._mapped(_rows_of(self.file.read(start, size, crc)))
 
     def _mapped(self, rows: list[Row | ValueError]) -> MappedRows:
@@ -130,11 +126,7 @@ def _row_of(block: Block, index: int) -> Row | ValueError:
 
 
 def map_function(name: str) -> MapFunction:
-    """Find "module:function" in a module that `--import` names.
-
-    Raises:
-        ValueError: a module that is not imported, or one without that function.
-    """
+    """Find "module:function" in a module that `--import` names; ValueError if there is none."""
     module, colon, attribute = name.rpartition(":")
     if not colon or not module or not attribute:
         raise ValueError(f"data.map = {name!r} is not valid; write module:function")

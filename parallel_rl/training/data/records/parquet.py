@@ -50,11 +50,7 @@ class ParquetFile:
         return 1
 
     def index(self, number: int, first: int, last: int, step: int) -> Entries:
-        """Make an entry for each row group that has rows.
-
-        Raises:
-            ValueError: no Parquet file, or a truncated one.
-        """
+        """Make an entry for each row group with rows; ValueError for another or truncated file."""
         import pyarrow
         import pyarrow.parquet as parquet
 
@@ -76,11 +72,7 @@ class ParquetFile:
         )
 
     def read(self, start: int, size: int, crc: int) -> Table:
-        """Read row group `start`.
-
-        Raises:
-            ValueError: the file has changed since it was indexed, or its pages are damaged.
-        """
+        """Read row group `start`; ValueError if the file has changed or its pages are damaged."""
         import pyarrow
         import pyarrow.parquet as parquet
 

@@ -48,11 +48,7 @@ def find_files(patterns: str | Sequence[str] | DatasetSource, name: str) -> tupl
 
 
 def braces(pattern: str) -> list[str]:
-    """Expand the braces of a pattern: {a,b}, {0..3}, {008..012}.
-
-    Raises:
-        ValueError: braces that hold neither, or too many files.
-    """
+    """Expand the braces of a pattern, {a,b}, {0..3} or {008..012}; ValueError for others and too many."""
     patterns = [pattern]
     while _BRACES.search(patterns[0]):  # all have the same braces
         patterns = [whole for part in patterns for whole in _first_brace(part, pattern, _MOST_FILES // len(patterns))]
