@@ -1,4 +1,4 @@
-"""Numbers by name, gathered from ranks of which some have none, and so do not know the names."""
+"""Numbers by name, gathered from ranks; some have no numbers and do not know the names."""
 
 from __future__ import annotations
 

@@ -194,7 +194,7 @@ def source(recipe: str | None, rest: Sequence[str], command: str) -> tuple[str, 
     given = bool(rest) and not rest[0].startswith("--") and (recipe is None or "=" not in rest[0])
     if recipe is not None:
         if given:
-            raise ValueError(f"{rest[0]!r} beside --recipe {recipe}: give a config file or a recipe")
+            raise ValueError(f"{rest[0]!r} and --recipe {recipe} are both given: name a config file or a recipe")
         return str(find_recipe(recipe)), rest
     if not given:
         raise ValueError(

@@ -28,7 +28,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], ve
         allow_abbrev=False,
     )
     parser.add_argument("step", metavar="STEP", help="folder of a dumped step, or of a run with one")
-    parser.add_argument("other", metavar="OTHER", nargs="?", help="a second one, shown beside it")
+    parser.add_argument("other", metavar="OTHER", nargs="?", help="a second dump to compare with the first")
     parser.add_argument("--out", metavar="FILE", default="explain.html", help="the page (explain.html)")
     parser.add_argument("--samples", metavar="N", default="8", help="number of texts shown of each step (8), or 'all'")
     parser.set_defaults(version=version)  # for the page's footer

@@ -77,7 +77,7 @@ class Resources:
             )
         for name in (*_READ, *self.options):
             if name in names:
-                raise ValueError(f"--sbatch has {name}, which `submit` reads itself; give it beside --sbatch, and once")
+                raise ValueError(f"--sbatch has {name}, which `submit` reads itself; give it once, outside of --sbatch")
 
     @property
     def gpus(self) -> int | None:

@@ -1,4 +1,4 @@
-"""JSON that others wrote: whatever is wrong with it is a ValueError, and a key stands once."""
+"""JSON from outside: any fault is a ValueError, and so is a duplicate key."""
 
 from __future__ import annotations
 

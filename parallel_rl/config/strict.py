@@ -77,7 +77,7 @@ def _type_hints(cls: type) -> dict[str, typing.Any]:
 
 
 class Variants:
-    """Base of a family of config dataclasses, one of which is chosen by its name.
+    """Base of a family of config dataclasses; a config chooses one by its name.
 
         class Surrogate(Variants): ...
         @dataclass(frozen=True)

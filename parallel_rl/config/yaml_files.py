@@ -147,7 +147,7 @@ def _read(path: Path, seen: tuple[Path, ...]) -> list[tuple[Path, Tree]]:
     if not path.exists():
         raise ValueError(f"the config file {path.absolute()} does not exist" + _because(seen))
     if path.suffix in (".jsonl", ".parquet"):
-        raise ValueError(f"{path} holds data; a config is needed, and --data.train {path} names the data beside it")
+        raise ValueError(f"{path} holds data; name a config, and pass the data as --data.train {path}")
     try:
         tree = parsed(path.read_text(encoding="utf-8"))
     except UnicodeDecodeError as error:

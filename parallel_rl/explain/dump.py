@@ -35,7 +35,7 @@ PIECE = "piece_{:05d}_of_{:05d}.npz"
 
 @dataclass(frozen=True)
 class StepInfo:
-    """Title and texts that a step's reader sees beside its numbers.
+    """Title and texts that a step's reader sees.
 
     >>> StepInfo("rl step 3", text_of_token=lambda token: "abc"[token]).text_of_token(1)
     'b'

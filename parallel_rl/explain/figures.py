@@ -98,7 +98,7 @@ def clip(sides: Sides) -> Section | None:
         for one in of_steps
     ]
     says = (
-        "Below and above: outside of the range, whatever the advantage. Held back: those of them that the advantage would "
+        "Below and above: outside of the clip's range. Held back: tokens outside of it that the advantage would "
         "drive further out, so that the surrogate gives them no gradient."
     )
     svg = charts.bars("clip", shown, values, sides.labels, "share of the tokens of that sign")

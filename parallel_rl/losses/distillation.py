@@ -34,9 +34,7 @@ if TYPE_CHECKING:
 def check_temperature(teacher_temperature: float | None) -> None:
     """Raise ValueError for a teacher temperature that is not positive; None is the student's."""
     if teacher_temperature is not None and not teacher_temperature > 0:
-        raise ValueError(
-            f"teacher_temperature = {teacher_temperature} must be positive, or None for that of the student"
-        )
+        raise ValueError(f"teacher_temperature = {teacher_temperature} must be positive, or None for the student's")
 
 
 @dataclass(frozen=True)
@@ -45,7 +43,7 @@ class FullDistillationLossConfig:
 
     divergence: forward_kl, reverse_kl, jsd (beta; GKD), skew_forward_kl, skew_reverse_kl (alpha), cross_entropy or
         finite_cross_entropy, see `parallel_rl.functional.distillation`.
-    teacher_temperature: of the teacher's softmax; None: the loss's `temperature`, which is the student's.
+    teacher_temperature: divides the teacher's logits; None: the student's, `temperature` of the loss.
     squared_temperature: multiply by the student's temperature², so that gradients do not shrink with it.
     aggregation, max_length: how tokens are averaged, see `parallel_rl.counts.token_weights`.
     token_weights: multiply each token by data["token_weights"] [B, S] ≥ 0 (0 masks), and divide by the number of tokens with
@@ -143,7 +141,7 @@ class DistillationLossConfig:
         teacher's top-k ids of a token and S the student's k largest logits: teacher_mass = Σ_{v∈T} p_v and student_mass =
         Σ_{v∈T} q_v over the whole vocabulary, overlap = |T ∩ S| / k. Reads teacher_logsumexp.
     topk_alignment: "token" stores the teacher's distribution of token t at t, "predictor" at t − 1 (NeMo-RL's data).
-    teacher_temperature: of the teacher's softmax; None: the loss's `temperature`, which is the student's.
+    teacher_temperature: divides the teacher's logits; None: the student's, `temperature` of the loss.
     aggregation, max_length: how tokens are averaged, see `parallel_rl.counts.token_weights`.
     token_weights: multiply each token by data["token_weights"] [B, S] ≥ 0 (0 masks), and divide by the number of tokens with
         a weight ("count") or by the sum of the weights ("sum"), see `parallel_rl.losses.core.token_weights`; None: off.

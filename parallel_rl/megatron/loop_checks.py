@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 _OF_LOSS = "the loss (a checksum of its class, config, temperature and vocab_size)"
 _OF_WEIGHTS = (
-    "the model's weights (a checksum, of which weights train too; data and context ranks begin alike: one seed for all, or "
+    "the model's weights (a checksum, also of which weights train; data and context ranks start alike: one seed for all, or "
     "DDP's broadcast_params; later config.finalize_model_grads_func and one kind of optimizer on all keep them so)"
 )
 _OF_REPLICAS = (
@@ -92,7 +92,7 @@ def warn_of_left_gradient(output: Tensor) -> None:
     elif grad is not None and (grad.data_ptr() == main_grad.data_ptr() or bool(grad.any())):
         warn(
             "an earlier step's gradient is still in `grad`, and Megatron's DDP adds it to this step's; before each step "
-            "call optimizer.zero_grad() beside model.zero_grad_buffer()"
+            "call optimizer.zero_grad() and model.zero_grad_buffer()"
         )
 
 
@@ -236,7 +236,7 @@ def facts_of_weights(models: Sequence[torch.nn.Module]) -> dict[str, int]:
 
 
 def facts_of_replicas(models: Sequence[torch.nn.Module]) -> dict[str, int]:
-    """Return a checksum of a few values of each weight that tensor ranks share, and of which train.
+    """Return a checksum of the shared weights: a few values of each, and whether it trains.
 
     0 in mode "never", in which `check_step` names such a weight itself.
     """

@@ -47,7 +47,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument("--dtype", choices=_DTYPES, help="dtype of the weights (bfloat16)")
     parser.add_argument("--micro-batches", metavar="N", type=int, default=1, help="micro-batches per step (1)")
     parser.add_argument(
-        "--frozen", metavar="N", type=int, default=0, help="number of models beside the policy: reference, teacher (0)"
+        "--frozen", metavar="N", type=int, default=0, help="number of further models: reference, teacher (0)"
     )
     parser.add_argument(
         "--budget", metavar="BYTES", type=int, help="budget of the LM head's logits; default: that of `LMHeadInput`"
@@ -102,7 +102,7 @@ def run(
 
 
 def _of_source(model: str, taken: Sequence[str], unread: Sequence[str]) -> Iterator[str]:
-    """Lines on what MODEL decided beside the sizes, and which of its keys were not read."""
+    """List MODEL's other decisions than sizes, and its keys that were not read."""
     if taken:
         yield f"taken from {model}: {', '.join(taken)}"
     if unread:

@@ -36,7 +36,7 @@ class Layout:
         sequence_parallel: the hidden states are split over tensor ranks.
         dtype: of weights and hidden states. device: "cuda" or "cpu".
         distributed_optimizer: its state is split over data and context ranks.
-        frozen: models beside the policy that are held too (reference, teacher).
+        frozen: further models in memory (reference, teacher).
         budget: of the LM head's logits, bytes; None is the default, of a card with 141 GB.
     """
 
@@ -155,7 +155,7 @@ class _Case:
     def whole(self, name: str, gradient: int) -> Stage:
         """Count the bytes of whole logits [R·parts, W].
 
-        A gradient of so many bytes a logit, or the head's gradients, is held beside them.
+        A gradient of so many bytes a logit, or the head's gradients, is held with them.
         """
         logits = self.total * self.columns * self.low
         products = self.columns * self.hidden * self.low + self.total * self.hidden * self.low

@@ -66,7 +66,7 @@ class VocabShard:
         if not isinstance(self.temperature, torch.Tensor) and not 0 < self.temperature < math.inf:
             raise ValueError(f"temperature = {self.temperature} must be positive and finite")
         if self.sum_pi_squared and not self.entropy:
-            raise ValueError("sum_pi_squared = True is computed beside the entropy; set entropy = True")
+            raise ValueError("sum_pi_squared = True needs the entropy; set entropy = True")
         self.truncation.check(self.vocab_size)
 
     @classmethod

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 def gather_columns(logits: Tensor, ids: Tensor, keep: Tensor, shard: VocabShard) -> Tensor:
-    """Gather each row's logits [T, K] at its own columns, over the temperature; differentiable, float32 or wider.
+    """Gather each row's logits [T, K] at its own columns, over the temperature; differentiable.
 
         out[t, k] = z[t, ids[t, k]] / temperature
 

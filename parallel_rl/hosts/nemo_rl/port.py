@@ -157,7 +157,7 @@ def _rl(root: Reader, name: str) -> Tree:
     if penalty and not options.get("use_kl_in_reward"):
         options["reference_policy_kl_penalty"] = penalty  # both defaults, written for the user to change
         root.differ(
-            f"loss_fn.reference_policy_kl_penalty = {penalty}: it pulls back to the reference, of which a copy is kept; the "
+            f"loss_fn.reference_policy_kl_penalty = {penalty}: a KL to the reference, and a copy of it in memory; the "
             "loss policy of our recipes has no KL by default"
         )
     return rl

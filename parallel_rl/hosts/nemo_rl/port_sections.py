@@ -39,9 +39,7 @@ def advantages_of(run: Reader, name: str) -> Tree:
     elif kind == "gae":
         out |= _gae(estimator)
     elif kind == "gdpo":
-        estimator.leave(
-            "name", "a sample has one reward in this trainer, of which gdpo reads the parts", f"{ours}.name"
-        )
+        estimator.leave("name", "gdpo needs several rewards a sample, and this trainer has one", f"{ours}.name")
         out["name"] = "grpo"
     elif kind != "reinforce_plus_plus":
         estimator.leave("name", "no such estimator here")

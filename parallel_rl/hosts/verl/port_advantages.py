@@ -43,7 +43,7 @@ def advantages_of(algorithm: Reader) -> Tree:
         algorithm.differ(f"{name}: none where the longest answer is alone (handle_zero_tail); ours has one there")
     elif name == "gdpo":
         algorithm.leave(
-            "adv_estimator", "a sample has one reward in this trainer, of which gdpo reads the parts", f"{ours}.name"
+            "adv_estimator", "gdpo needs several rewards a sample, and this trainer has one", f"{ours}.name"
         )
         out["name"] = "grpo"
     if name in _WHITENED:

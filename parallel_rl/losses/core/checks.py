@@ -219,8 +219,8 @@ def check_values(data: Mapping[str, Tensor], needs: Requirements, truncated: boo
     valid = valid_tokens(data, needs.shift)
     if is_shifted(data) and bool((unlabelled := valid & (data[SHIFT_LABELS] == IGNORED)).any()):
         raise ValueError(
-            f"token_mask is 1 at {unlabelled.nonzero()[0].tolist()}, where {SHIFT_LABELS} is {IGNORED}: beside {SHIFT_LABELS} "
-            "column t of every field speaks of what position t predicts; shift token_mask like the labels, or leave it out"
+            f"token_mask is 1 at {unlabelled.nonzero()[0].tolist()}, where {SHIFT_LABELS} is {IGNORED}: with {SHIFT_LABELS} "
+            "column t of every field belongs to what position t predicts; shift token_mask like the labels, or leave it out"
         )
     if needs.token_weights is not None:
         check_token_weights(data[WEIGHTS.name], valid)

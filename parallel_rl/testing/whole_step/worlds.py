@@ -121,7 +121,7 @@ class Worlds:
             self.bound = _UNMEASURED
             return f"which is not measured: one process in float32 is {rounding:.1e} off one in float64"
         self.bound = max(BOUND, _ROUNDINGS * rounding)
-        return f"{_ROUNDINGS} times the rounding beside a run in float64 that keeps {', '.join(kinds)} in float32"
+        return f"{_ROUNDINGS} times the rounding, measured against a run in float64 that keeps {', '.join(kinds)} in float32"
 
     def compared(self, layout: StepLayout, key: StepLayout) -> Compared:
         """Run a layout and compare it with the one process of `key`."""

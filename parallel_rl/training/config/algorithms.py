@@ -1,4 +1,4 @@
-"""The main sections of a config, exactly one of which a run has."""
+"""The main sections of a config; a run has exactly one of them."""
 
 from __future__ import annotations
 
@@ -305,7 +305,7 @@ class DistillationConfig:
             return
         if self.rows != "policy":
             raise ValueError(
-                f"'server' has no effect with rows = {self.rows!r}, of which none is drawn; set it to 'policy'"
+                f"'server' has no effect with rows = {self.rows!r}; set rows to 'policy' to sample from it"
             )
         for name, default in (("ahead", 0), ("max_staleness", None), ("max_mismatch", ServerConfig.max_mismatch)):
             if (value := getattr(self.server, name)) != default:

@@ -227,8 +227,8 @@ class TrainConfig:
             )
         if self.model.fused_head and self.rl.loss.build(truncation=sampling.truncation).requirements.untruncated:
             raise ValueError(
-                f"{text} and a KL to the reference in rl.loss read two distributions of a token, of which model.fused_head = "
-                "True gives one; set it to false, or both to null"
+                f"{text} and a KL to the reference in rl.loss read two distributions of a token, and model.fused_head = True "
+                "gives one; set it to false, or both to null"
             )
 
     def _check_model(self) -> None:

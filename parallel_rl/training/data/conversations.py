@@ -143,9 +143,7 @@ def messages_of(value: object, key: str) -> list[Message]:
             message["content"] = None  # beside tool_calls a template may read it
         weight = message.get("weight", 1)
         if weight not in (0, 1) or (weight == 0 and message["role"] != "assistant"):
-            raise ValueError(
-                f"{key}[{index}].weight = {weight!r} is not valid; 0 or 1 beside an answer of the assistant"
-            )
+            raise ValueError(f"{key}[{index}].weight = {weight!r} is not valid; 0 or 1, in a message of the assistant")
         for call in message.get("tool_calls") or ():
             _read_arguments(call, f"{key}[{index}]")
     return messages

@@ -223,4 +223,4 @@ class Loggers:
             if name not in self._warned:
                 self._warned.add(name)
                 what = f"{type(error).__name__}: {error}".splitlines()[0]
-                self._warn(f"warning: the logger {name!r} failed, the run goes on (said once): {what}")
+                self._warn(f"warning: the logger {name!r} failed; it warns once, and the run continues: {what}")

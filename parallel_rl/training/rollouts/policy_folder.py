@@ -1,4 +1,4 @@
-"""The policy's weights for inference servers: a Hugging Face folder per version, the newest two of which stay."""
+"""The policy's weights for inference servers: a Hugging Face folder per version; the newest two stay."""
 
 from __future__ import annotations
 
