@@ -285,7 +285,7 @@ def _message(what: str, faults: _Faults) -> str:
     for rank, fault in sorted(faults.items()):
         if fault is not None:
             ranks.setdefault(fault.cause, []).append(str(rank))
-    causes = [f"rank {', '.join(found)}: {cause}" for cause, found in ranks.items()]
+    causes = [f"rank {', '.join(numbers)}: {cause}" for cause, numbers in ranks.items()]
     if len(ranks) == 1 and all(faults.values()):
         causes = [*ranks]
     if len(causes) > _CAUSES:

@@ -130,10 +130,10 @@ def count_rows(
     on_device = get_validation() == "auto" and not checks_values(counts)
     for data in batches:
         valid, rows = valid_tokens(data), data["sample_mask"].bool()
-        found = [rows.sum(), valid.sum(), (rows & ~valid.any(1)).sum()]
+        numbers = [rows.sum(), valid.sum(), (rows & ~valid.any(1)).sum()]
         if on_device:
-            found.append(_fractional(data["sample_mask"]).sum() + _fractional(data["token_mask"]).sum())
-        counts[: len(found)] += torch.stack(found).to(counts.device)
+            numbers.append(_fractional(data["sample_mask"]).sum() + _fractional(data["token_mask"]).sum())
+        counts[: len(numbers)] += torch.stack(numbers).to(counts.device)
     reduce_(counts, data_parallel_group)
     if on_device:  # the host does not wait; all ranks fail, since all know the sum
         torch._assert_async(counts[3] == 0, "token_mask and sample_mask must hold 0 and 1 only")

@@ -35,12 +35,12 @@ def find_recipe(name: str) -> Path:
     >>> find_recipe("Dr. GRPO").name
     'dr_grpo.yaml'
     """
-    found = {_plain(stem): path for stem, path in recipes().items()}
-    if _plain(name) not in found:
+    paths = {_plain(stem): path for stem, path in recipes().items()}
+    if _plain(name) not in paths:
         near = closest(name.lower().replace("-", "_"), recipes(), cutoff=0.6)
         hint = "`parallel-rl recipes` lists them" if near is None else f"did you mean {near!r}?"
         raise ValueError(f"there is no recipe {name!r}; {hint}")
-    return found[_plain(name)]
+    return paths[_plain(name)]
 
 
 def load_recipe(name: str) -> tuple[type[LossFn], object]:

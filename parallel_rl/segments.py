@@ -82,8 +82,8 @@ class Groups:
         >>> Groups.of(torch.tensor([1, 0, 1]), 2).take(torch.tensor([3.0, 5.0])).tolist()
         [5.0, 3.0, 5.0]
         """
-        taken: Tensor = _Take.apply(values, self.index, self.order, self.offsets)
-        return taken
+        places: Tensor = _Take.apply(values, self.index, self.order, self.offsets)
+        return places
 
     def any(self, mask: Tensor) -> Tensor:
         """Say for each value [n] whether one of its places [M] is marked."""

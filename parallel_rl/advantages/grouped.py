@@ -181,9 +181,9 @@ class _Runs:
 
     def to_steps(self, x: Tensor) -> Tensor:
         """Expand [runs] or [runs, steps] to [M]."""
-        found = torch.empty_like(self.table.rewards)
-        found[self.order] = x[self.table.index] if x.dim() == 1 else x[self.table.index, self.table.place]
-        return found
+        steps = torch.empty_like(self.table.rewards)
+        steps[self.order] = x[self.table.index] if x.dim() == 1 else x[self.table.index, self.table.place]
+        return steps
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -66,11 +66,11 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 def joined(words: Sequence[str]) -> list[str]:
     """`--sbatch --gres=gpu:8` as one word: argparse would take its value for an option."""
-    found = list(words)
-    if found[:1] == ["submit"] and "--sbatch" in found[:-1]:
-        at = found.index("--sbatch")
-        found[at : at + 2] = [f"--sbatch={found[at + 1]}"]
-    return found
+    arguments = list(words)
+    if arguments[:1] == ["submit"] and "--sbatch" in arguments[:-1]:
+        at = arguments.index("--sbatch")
+        arguments[at : at + 2] = [f"--sbatch={arguments[at + 1]}"]
+    return arguments
 
 
 def submit(known: argparse.Namespace, rest: Sequence[str]) -> int:

@@ -82,9 +82,9 @@ class Resources:
     @property
     def gpus(self) -> int | None:
         """GPUs of a node, as --gpus-per-node or as --gres=gpu[:TYPE]:N among `words` says."""
-        found = [match for word in self.words if (match := _GRES.search(word))]
-        if self.gpus_per_node is None and found:
-            return int(found[-1][1] or 1)
+        matches = [match for word in self.words if (match := _GRES.search(word))]
+        if self.gpus_per_node is None and matches:
+            return int(matches[-1][1] or 1)
         return self.gpus_per_node
 
 
@@ -108,8 +108,8 @@ class Job:
 
     def __str__(self) -> str:
         """Render it as one would type it."""
-        given = [f"{name}={shlex.quote(value)}" for name, value in sorted(self.environment.items())]
-        return " ".join([*given, shlex.join(self.command)])
+        settings = [f"{name}={shlex.quote(value)}" for name, value in sorted(self.environment.items())]
+        return " ".join([*settings, shlex.join(self.command)])
 
 
 def plan(resources: Resources, arguments: Sequence[str]) -> Job:
@@ -121,15 +121,15 @@ def plan(resources: Resources, arguments: Sequence[str]) -> Job:
     """
     here = Path("slurm")
     files = here if (here / _SCRIPT).is_file() and (here / _SCRIPT).samefile(_FILES / _SCRIPT) else _FILES
-    given = _settings()
-    if files != here or "JOB_FILES" in given:
-        given["JOB_FILES"] = str(files)
+    settings = _settings()
+    if files != here or "JOB_FILES" in settings:
+        settings["JOB_FILES"] = str(files)
     if resources.ranks_per_node is not None:
-        given["NPROC_PER_NODE"] = str(resources.ranks_per_node)
+        settings["NPROC_PER_NODE"] = str(resources.ranks_per_node)
     if resources.server_command is not None:
-        given["SERVER_COMMAND"] = resources.server_command
+        settings["SERVER_COMMAND"] = resources.server_command
     path = Path(os.environ.get("SITE_CONF") or files / "site.conf")
-    site = _site(path, given)
+    site = _site(path, settings)
     if (export := site.get("SBATCH_EXPORT", "ALL")).split(",")[0] != "ALL":
         raise ValueError(
             f"SBATCH_EXPORT = {export} keeps the settings from the job; unset it, or let it begin with ALL"
@@ -142,7 +142,7 @@ def plan(resources: Resources, arguments: Sequence[str]) -> Job:
     elif signal := flags.get("signal") or site.get("SBATCH_SIGNAL"):
         submit_checks.check_signal(signal, limit)
     if signal := flags.get("signal") or site.get("SBATCH_SIGNAL"):
-        given["NOTICE_SECONDS"] = str(submit_checks.notice_of(signal))
+        settings["NOTICE_SECONDS"] = str(submit_checks.notice_of(signal))
     options_of_sbatch = (*(f"--{name}={value}" for name, value in flags.items()), *resources.words)
     if bool(resources.servers) != bool(site.get("SERVER_COMMAND")):
         raise ValueError(
@@ -153,7 +153,7 @@ def plan(resources: Resources, arguments: Sequence[str]) -> Job:
     beside = [":", f"--nodes={resources.servers}", *beside] if resources.servers else []
     script = _BESIDE if resources.servers else _SCRIPT
     command = ("sbatch", *options_of_sbatch, *beside, str(files / script), *arguments)
-    environment = given | {name: value for name, value in site.items() if name.startswith("SBATCH_")}
+    environment = settings | {name: value for name, value in site.items() if name.startswith("SBATCH_")}
     world = resources.nodes * _ranks(resources, site, path)
     submit_checks.check_requeue(resources.words, site)
     submit_checks.check_output(flags.get("output") or site.get("SBATCH_OUTPUT"), _name(flags, site))
@@ -173,7 +173,7 @@ def submit(job: Job, folder: Path, texts: Mapping[str, str]) -> str:
     """
     when = folder / "submitted" / f"{datetime.now():%Y%m%d-%H%M%S}"
     record = Path(f"{when}-of-{os.getpid()}")
-    made = [path for path in record.parents if not path.exists()]
+    created = [path for path in record.parents if not path.exists()]
     record.mkdir(parents=True)
     try:
         (record / "command.sh").write_text(f"cd {shlex.quote(os.getcwd())}\n{job}\n", encoding="utf-8")
@@ -185,7 +185,7 @@ def submit(job: Job, folder: Path, texts: Mapping[str, str]) -> str:
     except Exception:
         shutil.rmtree(record)
         with contextlib.suppress(OSError):  # another's is beside it
-            for path in made:
+            for path in created:
                 path.rmdir()
         raise
     number = "".join(re.findall(r"\d+", answer)[:1])
@@ -283,9 +283,9 @@ def _number(name: str, digits: str, text: str | None = None) -> int:
     return int(digits)
 
 
-def _site(path: Path, given: Mapping[str, str]) -> dict[str, str]:
+def _site(path: Path, settings: Mapping[str, str]) -> dict[str, str]:
     """Return the environment after sourcing the site's file on top of the job's settings."""
-    environment = {**os.environ, **given}
+    environment = {**os.environ, **settings}
     if not path.exists():
         if os.environ.get("SITE_CONF"):
             raise ValueError(f"SITE_CONF = {path} is not there")

@@ -176,5 +176,5 @@ def _place(lines: Sequence[Line]) -> Place:
     if call is None and any(part in lines[0].file for part in _HANDLES):
         call = 0
     outer = lines if call is None else lines[call + 1 :]
-    own = next((line for line in outer if not any(part in line.file for part in _TORCH)), lines[0])
-    return Place(None if call is None else lines[call].function, str(own))
+    caller = next((line for line in outer if not any(part in line.file for part in _TORCH)), lines[0])
+    return Place(None if call is None else lines[call].function, str(caller))

@@ -98,8 +98,8 @@ def _repr(value: object) -> str:
 
 
 def _object(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    tree = dict(pairs)
+    if len(tree) < len(pairs):
         keys = [key for key, _ in pairs]
         raise ValueError(f"the key {brief(next(key for key in keys if keys.count(key) > 1))} stands twice")
-    return found
+    return tree

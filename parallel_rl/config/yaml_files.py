@@ -115,11 +115,11 @@ def override(tree: Tree, arguments: Sequence[str]) -> None:
     """
     for dotted, value in _pairs(arguments):
         keys = dotted.split(".")
-        given: Tree = {keys[-1]: value}
+        leaf: Tree = {keys[-1]: value}
         for path in _PATHS:
             if path[: len(keys)] == tuple(keys):  # a path, or a section with some
-                _resolve(given, path[len(keys) - 1 :], Path.cwd())
-        _set(tree, dotted, given[keys[-1]])
+                _resolve(leaf, path[len(keys) - 1 :], Path.cwd())
+        _set(tree, dotted, leaf[keys[-1]])
 
 
 def parsed(text: str) -> object:

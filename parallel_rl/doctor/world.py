@@ -41,8 +41,8 @@ class Sizes(NamedTuple):
             raise ValueError(f"{world} ranks cannot be laid out as {text}: sizes of at least 1 must divide them")
         ranks = torch.arange(world).view(self.pipeline, rest, self.context, self.tensor)
         names = ("pipeline", "data", "context", "tensor")
-        found = {name: ranks.movedim(at, -1).flatten(0, -2).tolist() for at, name in enumerate(names)}
-        return {name: found[name] for name in reversed(names) if len(found[name][0]) > 1}
+        groups = {name: ranks.movedim(at, -1).flatten(0, -2).tolist() for at, name in enumerate(names)}
+        return {name: groups[name] for name in reversed(names) if len(groups[name][0]) > 1}
 
 
 def ask_groups(sizes: Sizes, hosts: Sequence[str], device: torch.device, timeout: float) -> Iterator[Finding]:
@@ -155,8 +155,8 @@ def _elsewhere(hosts: Sequence[str], of_host: Sequence[Finding]) -> Iterator[Fin
     every: list[Sequence[Finding]] = [()] * len(hosts)
     dist.all_gather_object(every, of_host)
     where: dict[Finding, list[str]] = {}
-    for host, found in zip(hosts, every, strict=True):
-        for each in found:
+    for host, findings in zip(hosts, every, strict=True):
+        for each in findings:
             where.setdefault(each, []).append(host)
     for each, there in where.items():
         if each not in every[0]:

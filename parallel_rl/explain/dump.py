@@ -164,11 +164,11 @@ def _lengths(call: LossCall, batch: TokenBatch) -> Tensor:
     masked = data["token_mask"].bool() | valid_tokens(data, batch.local.requirements.shift) | batch.local.valid
     column = torch.arange(1, layout.shape[1] + 1, device=masked.device)
     last = torch.where(masked, column, 0).amax(1) if layout.shape[1] else masked.sum(1)
-    given = data.get("lengths")
-    if given is None or given.shape != last.shape:
-        given = last if call.packed_sequences is None else layout.lengths
+    lengths = data.get("lengths")
+    if lengths is None or lengths.shape != last.shape:
+        lengths = last if call.packed_sequences is None else layout.lengths
     empty = (last == 0) & ~data["sample_mask"].bool()
-    return torch.where(empty, 0, given.to(last)).clamp(max=layout.shape[1])
+    return torch.where(empty, 0, lengths.to(last)).clamp(max=layout.shape[1])
 
 
 def _fields(data: Mapping[str, Tensor], shape: tuple[int, int]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:

@@ -102,8 +102,8 @@ class FullDistillationLossFn(RowLoss[FullDistillationLossConfig]):
         return mean_of_values(batch, self.config.aggregation, self.config.max_length)
 
     def check_rows(self, logits: Tensor, data: Mapping[str, Tensor], tensor_group: ProcessGroup | None) -> None:
-        teacher, own = data[TEACHER].shape, self._columns(logits.shape[-1], tensor_group)
-        if len(teacher) != 3 or self._columns(teacher[-1], tensor_group) != own:
+        teacher, columns = data[TEACHER].shape, self._columns(logits.shape[-1], tensor_group)
+        if len(teacher) != 3 or self._columns(teacher[-1], tensor_group) != columns:
             raise ValueError(
                 f"teacher_logits has shape {list(teacher)}; it must be that of the student's logits, {list(logits.shape)}"
             )
@@ -268,9 +268,9 @@ class DistillationLossFn(RowLoss[DistillationLossConfig]):
         ids, logits, shard = rows.field("teacher_topk_indices"), rows.logits.detach(), rows.shard
         log_q, _ = column_log_probs(logits, ids, rows.mask, replace(shard, consume_logits=False))
         log_p = teacher - rows.field("teacher_logsumexp").to(teacher.dtype)[:, None]
-        own = top_columns(torch.where(rows.mask[:, None], logits, 0), ids.shape[1], shard)[1].sort(1).values
-        place = torch.searchsorted(own, ids.contiguous()).clamp(max=ids.shape[1] - 1)
-        both = (own.gather(1, place) == ids).to(log_q.dtype)
+        top = top_columns(torch.where(rows.mask[:, None], logits, 0), ids.shape[1], shard)[1].sort(1).values
+        place = torch.searchsorted(top, ids.contiguous()).clamp(max=ids.shape[1] - 1)
+        both = (top.gather(1, place) == ids).to(log_q.dtype)
         return torch.stack([log_p.exp().sum(1).to(log_q.dtype), log_q.exp().sum(1), both.mean(1)], 1)
 
 

@@ -188,8 +188,11 @@ def register_objective(
                 loss = batch.sequence_sum(values, mask, number)
                 per = "pairs" if level == "pair" else "sequences"
                 metrics = measured_entries(batch, measures, mask, number, per)
-            own = {"loss": Metric("share", loss, per=per), "num_valid_samples": count_true(batch, batch.sequence_mask)}
-            return loss, Metrics({**own, **metrics})
+            defaults = {
+                "loss": Metric("share", loss, per=per),
+                "num_valid_samples": count_true(batch, batch.sequence_mask),
+            }
+            return loss, Metrics({**defaults, **metrics})
 
         fields = [*(Field(each) for each in token_fields), *(Field(each, per="sequence") for each in sequence_fields)]
         needs = Requirements(

@@ -192,6 +192,6 @@ def _block(bounds: tuple[int, ...], context: tuple[int, int, CPLayout], device: 
     ]
     segments = torch.cat([layout.sequence_ids for layout in ranks])
     places = torch.cat([layout.positions for layout in ranks])
-    own = ranks[cp_rank]
-    mask = (own.sequence_ids[:, None] == segments) & (own.positions[:, None] >= places)
+    mine = ranks[cp_rank]
+    mask = (mine.sequence_ids[:, None] == segments) & (mine.positions[:, None] >= places)
     return _Block(start, stop, mask.to(device))

@@ -198,13 +198,13 @@ def _before_optimizer_step(optimizer: torch.optim.Optimizer, args: object, kwarg
 
 def _some_gradients(models: Sequence[torch.nn.Module]) -> list[Tensor]:
     """List the gradients of each chunk's first and last trained parameter, under DDP its `main_grad`."""
-    found = []
+    gradients = []
     for model in models:
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         for parameter in trained[:1] + trained[1:][-1:]:
             grad = getattr(parameter, "main_grad", None)
-            found.append(parameter.grad if grad is None else grad)
-    return [grad for grad in found if grad is not None]
+            gradients.append(parameter.grad if grad is None else grad)
+    return [grad for grad in gradients if grad is not None]
 
 
 def inner_loss(loss_fn: object) -> object:

@@ -98,8 +98,8 @@ def shift_expert(name: str, by: int) -> str:
     >>> shift_expert("decoder.layers.0.mlp.experts.local_experts.1.linear_fc2.weight", 4)
     'decoder.layers.0.mlp.experts.local_experts.5.linear_fc2.weight'
     """
-    found = _EXPERT.search(name)
-    return name if found is None else f"{name[: found.start(2)]}{int(found[2]) + by}{name[found.end(2) :]}"
+    match = _EXPERT.search(name)
+    return name if match is None else f"{name[: match.start(2)]}{int(match[2]) + by}{name[match.end(2) :]}"
 
 
 def spelled_locally(name: str) -> str:

@@ -94,14 +94,14 @@ def find_brackets(
             if top_k is not None:
                 sums[1, rows].scatter_add_(1, number, one.expand(number.shape))
     reduce_(sums, group)
-    held, found = sums[0].cumsum_(1), []
+    held, brackets = sums[0].cumsum_(1), []
     low = high = held[:, -1:]
     if top_k is not None:  # the rest exceeds what lies above its threshold's bin
         at = _reaches(sums[1].cumsum_(1), torch.full_like(low, top_k))
-        found.append(bins.bracket(at, at))
+        brackets.append(bins.bracket(at, at))
         high, low = held.gather(1, at), torch.where(at > 0, held.gather(1, (at - 1).clamp(min=0)), 0.0)
     first, last = _reaches(held, low * (top_p * (1 - _OFF))), _reaches(held, high * (top_p * (1 + _OFF)))
-    return Brackets([*found, bins.bracket(first, last)], largest)
+    return Brackets([*brackets, bins.bracket(first, last)], largest)
 
 
 def count_brackets(
@@ -125,10 +125,10 @@ def count_brackets(
     mass = torch.cat([(total - mass.sum(1, keepdim=True)).clamp(min=0), mass], 1)
     up_to, from_below = running_sum(torch.stack([counts, mass.flip(1)]))
     tail = from_below.flip(1)
-    found, cut = [], torch.zeros_like(total)
+    brackets, cut = [], torch.zeros_like(total)
     if top_k is not None:
         at, place = (up_to < top_k).sum(1, keepdim=True), torch.full_like(total, top_k)
-        found.append(_around(bins, counts, up_to, at, place, vocab_size))
+        brackets.append(_around(bins, counts, up_to, at, place, vocab_size))
         beyond = (up_to.gather(1, at) - place) / counts.gather(1, at).clamp(min=1)
         cut = tail.gather(1, at) - mass.gather(1, at) * (1 - beyond)
     wanted = cut + (total - cut) * (1 - top_p)
@@ -136,7 +136,7 @@ def count_brackets(
     of_bin = mass.gather(1, at)
     share = (wanted - tail.gather(1, at) + of_bin) / of_bin.clamp(min=torch.finfo(mass.dtype).tiny)
     place = up_to.gather(1, at) - share.clamp(0, 1) * counts.gather(1, at)
-    return Brackets([*found, _around(bins, counts, up_to, at, place, vocab_size)], largest)
+    return Brackets([*brackets, _around(bins, counts, up_to, at, place, vocab_size)], largest)
 
 
 def _around(bins: _Bins, counts: Tensor, up_to: Tensor, at: Tensor, place: Tensor, vocab_size: int) -> Bracket:
@@ -184,10 +184,10 @@ def _window(z: Tensor, reach: Tensor, group: ProcessGroup | None) -> _Bins:
 def copy_candidates(z: Tensor, low: Tensor, high: Tensor, beside: Callable[[slice], None]) -> list[Candidates]:
     """Copy the logits in each bracket [T, brackets] and call `beside` per block of rows: one read."""
     most = max(64, z.shape[1] // _MOST)
-    found: list[list[tuple[Tensor, Tensor]]] = [[] for _ in range(low.shape[1])]
+    copies: list[list[tuple[Tensor, Tensor]]] = [[] for _ in range(low.shape[1])]
     for rows in even_blocks(z, _COPY_SCRATCH, least=4):
         beside(rows)
-        for index, parts in enumerate(found):
+        for index, parts in enumerate(copies):
             inside = z[rows] >= low[rows, index : index + 1]
             inside &= z[rows] < high[rows, index : index + 1]
             row, column = inside.nonzero(as_tuple=True)
@@ -196,7 +196,7 @@ def copy_candidates(z: Tensor, low: Tensor, high: Tensor, beside: Callable[[slic
                 few = (count[row] <= most)[:, 0]
                 row, column = row[few], column[few]
             parts.append((z[rows][row, column], count))
-    return [_ordered(parts, most) for parts in found]
+    return [_ordered(parts, most) for parts in copies]
 
 
 def _ordered(parts: list[tuple[Tensor, Tensor]], most: int) -> Candidates:

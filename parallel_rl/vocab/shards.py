@@ -105,8 +105,8 @@ class VocabShard:
 
     def at(self, rows: slice | Tensor) -> VocabShard:
         """Restrict to some rows: with their temperatures, if each has its own."""
-        own = isinstance(self.temperature, torch.Tensor) and self.temperature.dim() > 0
-        return replace(self, temperature=self.temperature[rows]) if own else self  # type: ignore[index]
+        per_token = isinstance(self.temperature, torch.Tensor) and self.temperature.dim() > 0
+        return replace(self, temperature=self.temperature[rows]) if per_token else self  # type: ignore[index]
 
     @property
     def temperature_of_rows(self) -> float | Tensor:

@@ -67,9 +67,9 @@ def check_counts(
         ValueError: a count that is not one finite number ≥ 1, or is below the count of `data` alone; 1 is allowed, for
             callers who divide themselves.
     """
-    given = {"global_valid_seqs": global_valid_seqs, "global_valid_toks": global_valid_toks}
-    own = own_counts(data, shift) if checks_values(data["token_mask"]) else [0, 0]
-    for (name, count), number in zip(given.items(), map(int, own), strict=True):
+    counts = {"global_valid_seqs": global_valid_seqs, "global_valid_toks": global_valid_toks}
+    local = own_counts(data, shift) if checks_values(data["token_mask"]) else [0, 0]
+    for (name, count), number in zip(counts.items(), map(int, local), strict=True):
         if isinstance(count, int) and count >= _MOST:
             count = float(count)  # too large for a tensor
         if not isinstance(count, (int, float, Tensor)) or torch.as_tensor(count).numel() != 1:

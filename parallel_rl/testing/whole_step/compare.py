@@ -104,10 +104,10 @@ def compare(layout: StepLayout, results: Sequence[RankResult], truth: Truth, bou
     worst = moved_error = 0.0
     moves = [0.0, 0.0]
     for name, copies in pieces.items():
-        found = _frozen(name, copies, truth) or _of_weight(name, copies, truth, whole, bound)
-        worst = max(worst, found.error if not math.isnan(found.error) else math.inf)
-        if not found.error <= bound:
-            errors.append(found)
+        error = _frozen(name, copies, truth) or _of_weight(name, copies, truth, whole, bound)
+        worst = max(worst, error.error if not math.isnan(error.error) else math.inf)
+        if not error.error <= bound:
+            errors.append(error)
         moved_error = max(moved_error, _of_update(name, copies, truth, whole, moves))
     lost = sorted(set(truth.gradients) - set(pieces))
     if lost:

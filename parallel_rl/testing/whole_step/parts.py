@@ -99,8 +99,8 @@ def weigh(
     holder = _divided_by(parts, factors.tolist())
     why = ""
     if holder:
-        own = sum(other.number for other in parts if _HOLDERS[holder](other) == _HOLDERS[holder](one))
-        why = f", as if each {holder}'s tokens were divided by their own count (1/{total / (factor * own):.3g} of their sum)"
+        held = sum(other.number for other in parts if _HOLDERS[holder](other) == _HOLDERS[holder](one))
+        why = f", as if each {holder}'s tokens were divided by their own count (1/{total / (factor * held):.3g} of their sum)"
     elif others > 0:
         why = f", and {others} more part{'s' * (others > 1)} of the step not × 1 either"
     text = f"the {number} of {total} tokens of {place} weigh × {factor:.4g}{why}"
@@ -127,9 +127,9 @@ def joined(results: Sequence[RankResult], truth: Mapping[str, Tensor]) -> dict[s
             if piece.gradient is not None:
                 copies[piece.name].append((piece.cut, piece.gradient.double()))
     whole = {}
-    for name, found in copies.items():
+    for name, pieces in copies.items():
         by_cut: dict[object, Tensor] = {}
-        if not all(torch.allclose(by_cut.setdefault(cut, g), g, rtol=1e-6, atol=1e-12) for cut, g in found):
+        if not all(torch.allclose(by_cut.setdefault(cut, g), g, rtol=1e-6, atol=1e-12) for cut, g in pieces):
             continue
         joined = torch.zeros_like(truth[name], dtype=torch.float64)
         index = torch.arange(joined.numel()).view_as(joined)

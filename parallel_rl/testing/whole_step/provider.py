@@ -89,13 +89,13 @@ def source_name(function: Callable[..., object]) -> str:
 
 def stage_refusal(provider: Provider | TransformerConfig, layout: StepLayout) -> str:
     """Return why the provider's arguments do not allow several pipeline stages; empty if they do."""
-    taken = _arguments(_function(provider, None))
-    if layout.pp > 1 and "pre_process" not in taken:
+    accepted = _arguments(_function(provider, None))
+    if layout.pp > 1 and "pre_process" not in accepted:
         return (
             f"the provider {provider_name(provider)} takes no pre_process and post_process, so stages cannot be built; "
             "add the arguments"
         )
-    if layout.vp > 1 and "vp_stage" not in taken:
+    if layout.vp > 1 and "vp_stage" not in accepted:
         return f"the provider {provider_name(provider)} takes no vp_stage, so virtual stages cannot be built; add the argument"
     return ""
 
@@ -125,8 +125,8 @@ def _call(provider: Provider | TransformerConfig, config: TransformerConfig, pla
     known: dict[str, object] = dict(zip(_PASSED, values, strict=True))
     parameters = inspect.signature(call).parameters
     named = [name for name, one in parameters.items() if one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)]
-    taken = _arguments(call)
-    passed = {name: value for name, value in known.items() if name in taken}
+    accepted = _arguments(call)
+    passed = {name: value for name, value in known.items() if name in accepted}
     first = named[0] if named else ""
     by_place = first not in known and first and parameters[first].default is inspect.Parameter.empty
     if isinstance(provider, TransformerConfig) or not by_place:

@@ -78,9 +78,9 @@ class JobRanks:
             why = f"{named} gave no answer in {self.timeout + _GRACE:g} s" if silent else f"{named} failed"
             self.apart = "" if len(errors) == world and len(set(errors.values())) == 1 else f"{why} before"
             raise WorldError(errors, {rank: ends[rank][1] for rank in errors}, silent, why)
-        found: list[ResultT] = [None] * world  # type: ignore[list-item]
-        dist.all_gather_object(found, result)
-        return found
+        results: list[ResultT] = [None] * world  # type: ignore[list-item]
+        dist.all_gather_object(results, result)
+        return results
 
     def _exchange(self, end: str, rank: int, world: int) -> dict[int, tuple[str, str]]:
         """Post this rank's outcome of a call; return those that ranks posted in time."""

@@ -82,10 +82,10 @@ class WholeStepReport:
             head = f"{self.name}: the step is that of one process on {ran} layouts ({self.seconds:.0f} s)"
         else:
             head = f"{self.name}: the step differs from one process ({self.seconds:.0f} s)"
-        found = [f"  {line}" for one in self.findings for line in str(one).splitlines()]
+        lines = [f"  {line}" for one in self.findings for line in str(one).splitlines()]
         if not ran:
-            found.append("  no layout could be run")
-        return "\n".join([self.table(), "", head, *found, *(f"  note: {note}" for note in self.notes)])
+            lines.append("  no layout could be run")
+        return "\n".join([self.table(), "", head, *lines, *(f"  note: {note}" for note in self.notes)])
 
 
 def _numbers(row: Compared) -> tuple[float, float, float, float]:

@@ -208,8 +208,8 @@ def _step(
     gradients = {}
     for _, parameter in global_parameters(models):
         if parameter.requires_grad:
-            found = gradient(parameter)
-            gradients[parameter] = torch.zeros_like(parameter) if found is None else found.detach().clone()
+            grad = gradient(parameter)
+            gradients[parameter] = torch.zeros_like(parameter) if grad is None else grad.detach().clone()
     optimizer.prepare_grads()
     norm = float(optimizer.get_grad_norm())
     scale = min(1.0, (norm / 2 if clip is None else clip) / (norm + 1e-6))

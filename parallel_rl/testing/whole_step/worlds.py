@@ -243,8 +243,8 @@ def _failed(layout: StepLayout, error: WorldError) -> Compared:
     if layout.world == 1:
         return Compared(layout, error="; ".join(ranks))
     names = {
-        text: "every rank" if len(found) == layout.world else f"rank {', '.join(found)}"
-        for text, found in ranks.items()
+        text: "every rank" if len(numbers) == layout.world else f"rank {', '.join(numbers)}"
+        for text, numbers in ranks.items()
     }
     return Compared(layout, error="; ".join(f"{name}: {text}" for text, name in names.items()))
 

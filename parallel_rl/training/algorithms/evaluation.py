@@ -153,16 +153,16 @@ def evaluate(session: Session, config: EvaluationConfig, at: TrainProgress) -> E
     session.failures.count(len(local), {"reward": local.isnan()}, groups.data, engine.replica_groups)
     failed = session.failures.metrics()["samples_failed/reward"]  # the counts of a step start at 0
     local = local.nan_to_num(0.0)
-    own = torch.zeros(count, dtype=torch.float64)
-    own[mine.start : mine.stop] = local
-    whole = sum_over_groups(own, [groups.data])
+    scores = torch.zeros(count, dtype=torch.float64)
+    scores[mine.start : mine.stop] = local
+    whole = sum_over_groups(scores, [groups.data])
     everywhere = {number: source for part in gather_results(lambda: sources) for number, source in part.items()}
     by_prompt = [everywhere[number] for number in range(len(prompts))]
     metrics = evaluation_metrics(whole.view(-1, samples), by_prompt, config.passing)
     metrics |= {"held_out_samples_failed/reward": failed}
     if config.show:
-        found = {sample.number: sample for part in gather_results(lambda: shown) for sample in part}
-        shown = [found[number] for number in sorted(found)]
+        by_number = {sample.number: sample for part in gather_results(lambda: shown) for sample in part}
+        shown = [by_number[number] for number in sorted(by_number)]
     return Evaluation(mean_over_ranks(local, groups.data, engine.device), metrics, shown)
 
 

@@ -140,8 +140,8 @@ def foreign(folder: Path, names: Sequence[str]) -> Path | None:
     for path in (folder / name for name in names):
         if path.is_dir() and not path.is_symlink():
             others = sorted(entry.name for entry in path.iterdir() if not _MADE.fullmatch(entry.name))
-            if (found := foreign(path, others)) is not None:
-                return found
+            if (other := foreign(path, others)) is not None:
+                return other
         elif os.path.lexists(path):
             return path
     return None

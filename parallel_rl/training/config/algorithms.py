@@ -41,9 +41,9 @@ class SupervisedConfig:
 
     def __post_init__(self) -> None:
         at_least(self, steps=1, batch_size=1)
-        own = () if self.source == "solutions" else own_fields(self.loss)
-        check_fields_available(self.loss, {STEP_LABELS: "", **{field.name: "" for field in own}})
-        if of_tokens := [field.name for field in own if field.per == "token"]:
+        declared = () if self.source == "solutions" else own_fields(self.loss)
+        check_fields_available(self.loss, {STEP_LABELS: "", **{field.name: "" for field in declared}})
+        if of_tokens := [field.name for field in declared if field.per == "token"]:
             raise ValueError(
                 f"loss.name = {self.loss.name!r} reads {of_tokens[0]!r} of each token, and data.examples hold texts; they give "
                 "one value for each example (sequence_fields)"

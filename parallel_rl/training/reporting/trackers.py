@@ -103,8 +103,8 @@ class MLflow:
 
         self._client = MlflowClient()
         name = os.environ.get("MLFLOW_EXPERIMENT_NAME", _PROJECT)
-        found = self._client.get_experiment_by_name(name)
-        experiment = self._client.create_experiment(name) if found is None else found.experiment_id
+        known = self._client.get_experiment_by_name(name)
+        experiment = self._client.create_experiment(name) if known is None else known.experiment_id
         self._id = info.run_id("mlflow", lambda: self._begin(experiment, info))
         self._client.update_run(self._id, status="RUNNING")
         self._client.log_dict(self._id, dict(info.config), "config.yaml")

@@ -173,8 +173,8 @@ class RowOrder:
         """Reorder [N, ...] from hidden rows to logits."""
         if self._alike:
             return x
-        own = self.width // self.parts, self.sequences
-        x = x.view(self.parts, *(own if self.sequence_first else own[::-1]), *x.shape[1:])
+        sizes = self.width // self.parts, self.sequences
+        x = x.view(self.parts, *(sizes if self.sequence_first else sizes[::-1]), *x.shape[1:])
         order = (2, 0, 1) if self.sequence_first else (1, 0, 2)
         return x.permute(*order, *range(3, x.dim())).flatten(0, 2)
 
