@@ -1,7 +1,7 @@
-"""A fault on one rank is an error on all, so that none waits for another: the one implementation.
+"""Turn a fault on one rank into an error on all ranks, so that none waits for another.
 
-The error is the same on every rank: a ValueError where `work` refused what it was given, `Unavailable` where something outside
-did not answer, else a RuntimeError. It names the ranks with their causes: "rank 1: sequence length 10 is not divisible by 4".
+The error is the same on every rank: a ValueError if `work` refused its input, `Unavailable` if an outside service did not
+answer, else a RuntimeError. It names ranks and causes: "rank 1: sequence length 10 is not divisible by 4".
 """
 
 from __future__ import annotations
@@ -93,13 +93,12 @@ def raise_on_all_ranks(
 
 
 def gather_results(work: Callable[[], ResultT], what: str = "") -> list[ResultT]:
-    """Return `work()` of every rank, in order and pickled; without a world, of this process.
+    """Return `work()` of every rank (without a world: of this process), in order and pickled.
+
+    Errors: see `raise_on_all_ranks`.
 
     >>> gather_results(lambda: "a")
     ['a']
-
-    Raises:
-        ValueError, RuntimeError: it failed anywhere, see `raise_on_all_ranks`.
     """
     result = raise_on_all_ranks(work, what=what)
     results = [result] * group_size(dist.group.WORLD)
@@ -109,11 +108,9 @@ def gather_results(work: Callable[[], ResultT], what: str = "") -> list[ResultT]
 
 
 def on_first_rank(work: Callable[[], ResultT], what: str) -> ResultT:
-    """Return `work()` of rank 0, where alone it runs, on every rank of the world (pickled); one broadcast.
+    """Return `work()` of rank 0 on every rank of the world (pickled); one broadcast.
 
-    Raises:
-        ValueError, Unavailable: the one that `work` raised, as it is.
-        RuntimeError: `what` and any other cause.
+    Errors: a ValueError or Unavailable of `work` as it is, a RuntimeError with `what` for any other.
     """
     result, error = _attempt(work) if dist.get_rank() == 0 else (None, None)
     refusal = error if isinstance(error, ValueError | Unavailable) else None
@@ -130,9 +127,7 @@ def on_first_rank(work: Callable[[], ResultT], what: str) -> ResultT:
 def check_replicated(gradients: Sequence[Tensor | None], group: ProcessGroup | None, like: Tensor) -> None:
     """Refuse upstream gradients that differ between tensor ranks, in mode "always".
 
-    They would silently corrupt the model's.
-
-    A loss is computed alike on all tensor ranks and never summed over them; one all-gather shows where it was not.
+    They would silently corrupt the model's gradient. One all-gather finds them.
 
     Args:
         gradients: of one shape, that of `like`; None is zero.
@@ -290,7 +285,7 @@ def _message(what: str, faults: _Faults) -> str:
     for rank, fault in sorted(faults.items()):
         if fault is not None:
             ranks.setdefault(fault.cause, []).append(str(rank))
-    causes = [f"rank {', '.join(found)}: {cause}" for cause, found in ranks.items()]
+    causes = [f"rank {', '.join(numbers)}: {cause}" for cause, numbers in ranks.items()]
     if len(ranks) == 1 and all(faults.values()):
         causes = [*ranks]
     if len(causes) > _CAUSES:

@@ -75,9 +75,7 @@ class ValidCounts(NamedTuple):
 def count_valid(
     batches: Mapping[str, Tensor] | Sequence[Mapping[str, Tensor]], data_parallel_group: ProcessGroup | None = None
 ) -> ValidCounts:
-    """Count the valid sequences and tokens of one optimizer step.
-
-    One all-reduce over data parallel ranks.
+    """Count the valid sequences and tokens of one optimizer step, in one all-reduce over data ranks.
 
         N_seq = Σ sample_mask        N_tok = Σ token_mask[:, 1:] · sample_mask
 
@@ -109,17 +107,12 @@ def count_valid(
 def count_rows(
     batches: Sequence[Mapping[str, Tensor]], data_parallel_group: ProcessGroup | None = None
 ) -> tuple[ValidCounts, Tensor]:
-    """Count as `count_valid` does, and empty rows (sample_mask 1 and no valid token).
-
-    The number of empty rows is an int64 scalar. There is one all-reduce.
+    """Count as `count_valid` does, and the rows with sample_mask 1 and no valid token; errors as there.
 
     >>> batch = {"token_mask": torch.tensor([[1, 1], [1, 0]]), "sample_mask": torch.ones(2)}
     >>> counts, empty = count_rows([batch])
     >>> int(counts.seqs), int(empty)
     (2, 1)
-
-    Raises:
-        ValueError: see `count_valid`.
     """
     batches = [with_labels(data) for data in batches]
     masks = [data["token_mask"] for data in batches if isinstance(data.get("token_mask"), torch.Tensor)]
@@ -137,10 +130,10 @@ def count_rows(
     on_device = get_validation() == "auto" and not checks_values(counts)
     for data in batches:
         valid, rows = valid_tokens(data), data["sample_mask"].bool()
-        found = [rows.sum(), valid.sum(), (rows & ~valid.any(1)).sum()]
+        numbers = [rows.sum(), valid.sum(), (rows & ~valid.any(1)).sum()]
         if on_device:
-            found.append(_fractional(data["sample_mask"]).sum() + _fractional(data["token_mask"]).sum())
-        counts[: len(found)] += torch.stack(found).to(counts.device)
+            numbers.append(_fractional(data["sample_mask"]).sum() + _fractional(data["token_mask"]).sum())
+        counts[: len(numbers)] += torch.stack(numbers).to(counts.device)
     reduce_(counts, data_parallel_group)
     if on_device:  # the host does not wait; all ranks fail, since all know the sum
         torch._assert_async(counts[3] == 0, "token_mask and sample_mask must hold 0 and 1 only")
@@ -151,12 +144,10 @@ def count_rows(
 
 
 def global_group_ids(group_ids: Tensor, data_parallel_group: ProcessGroup | None) -> Tensor:
-    """Make the group ids of each data rank unique over all of them.
+    """Make this data rank's group ids unique over all data ranks, [N] int64; one all-gather.
 
-    Two prompts of the step never share an id. One all-gather.
-
-    `group_ids` of a loss and of `estimate` are global: rows of the same id are one prompt, on whichever data ranks they lie.
-    Call it with the rows of all micro-batches of the step. `run_ids` become global in the same way.
+    `group_ids` of a loss and of `estimate` are global: rows of one id are one prompt, on any data ranks. Call it with the rows
+    of all micro-batches of the step. Use it for `run_ids`, too.
 
     >>> global_group_ids(torch.tensor([0, 0, 1]), None)  # the second data rank gets [2, 2, 3]
     tensor([0, 0, 1])
@@ -164,9 +155,6 @@ def global_group_ids(group_ids: Tensor, data_parallel_group: ProcessGroup | None
     Args:
         group_ids: [N] integers of this data rank's rows; a negative one is of no group and stays.
         data_parallel_group: without context parallelism; None is a group of one.
-
-    Returns:
-        [N] int64.
 
     Raises:
         ValueError: anything but integers [N], on all ranks of the group.
@@ -240,13 +228,7 @@ def _fractional(mask: Tensor) -> Tensor:
 
 
 def check_aggregation(mode: Aggregation, max_length: int | None, weights: WeightedBy | None = None) -> None:
-    """Refuse an aggregation that lacks `max_length`, or does not read it.
-
-    A sum of weights that divides nothing is refused, too.
-
-    Raises:
-        ValueError: either of them.
-    """
+    """Raise ValueError if `max_length` is missing or unused, or a sum of weights divides nothing."""
     if max_length is not None and max_length < 1:
         raise ValueError(f"max_length = {max_length} must be a positive number of tokens")
     if (max_length is None) == (mode == "constant-length"):

@@ -44,16 +44,16 @@ def job_backend() -> str:
     """
     devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    asked = os.environ.get("PARALLEL_RL_BACKEND") or ("nccl" if devices else "gloo")
-    if asked not in ("gloo", "nccl"):
-        raise ValueError(f"PARALLEL_RL_BACKEND = {asked!r} is not valid; choose gloo or nccl, or leave it out")
-    if asked == "nccl" and ranks > devices:
+    backend = os.environ.get("PARALLEL_RL_BACKEND") or ("nccl" if devices else "gloo")
+    if backend not in ("gloo", "nccl"):
+        raise ValueError(f"PARALLEL_RL_BACKEND = {backend!r} is not valid; choose gloo or nccl, or leave it out")
+    if backend == "nccl" and ranks > devices:
         raise ValueError(
             f"this machine has {devices} GPU{'s' * (devices != 1)} for {ranks} ranks, and NCCL takes one a GPU; start with "
             f"torchrun --nproc-per-node {max(devices, 1)}, or set PARALLEL_RL_BACKEND=gloo, with which ranks share a GPU, or "
             "an empty CUDA_VISIBLE_DEVICES= for ranks on the CPU"
         )
-    return asked
+    return backend
 
 
 def take_device() -> torch.device:

@@ -50,9 +50,7 @@ class Sum(NamedTuple):
 
 
 class MinMax(NamedTuple):
-    """Extrema of an objective's value, as `name_min` and `name_max`.
-
-    They are over the step's valid tokens (sequences, pairs).
+    """Extrema of an objective's value over the step's valid tokens, as `name_min` and `name_max`.
 
     >>> MinMax(torch.tensor([1.0, 3.0])).values
     tensor([1., 3.])
@@ -97,9 +95,7 @@ class Metrics(Mapping[str, "Tensor"]):
 
     @property
     def divided_by(self) -> dict[str, str | None]:
-        """Map each metric to the count of the step by which its parts are divided already.
-
-        None: by none, or by several.
+        """Map each metric to the step's count that divides its parts; None: none, or several.
 
         "tokens" is global_valid_toks, "sequences" global_valid_seqs, "pairs" half of it; others ("turns", "kept tokens", ...)
         are among the statistics.
@@ -128,7 +124,7 @@ _NEUTRAL = {"min": torch.inf, "max": -torch.inf}  # of a rank without the metric
 
 
 def reduce_metrics(metrics: Metrics | Sequence[Metrics], groups: ParallelGroups | None = None) -> dict[str, Tensor]:
-    """Combine metrics to the numbers that one process with the whole global batch would log.
+    """Combine metrics to one process's numbers for the whole global batch: name → float64 scalar.
 
     >>> part = Metrics({"loss": Metric("share", torch.tensor(0.25)), "ratio_max": Metric("max", torch.tensor(1.5))})
     >>> {name: float(value) for name, value in reduce_metrics([part, part]).items()}
@@ -143,9 +139,6 @@ def reduce_metrics(metrics: Metrics | Sequence[Metrics], groups: ParallelGroups 
         metrics: those of one call, or a list with an entry for each micro-batch, all with the same names. A rank without a
             micro-batch passes an empty list, and gets the same numbers as the others.
         groups: context and data groups; None is one process.
-
-    Returns:
-        name → float64 scalar on the metrics' device.
 
     Raises:
         ValueError: an empty list on every rank; micro-batches, or ranks where values are checked, with different names or

@@ -31,9 +31,7 @@ def check_packed(loss_fn: LossFunction, data: Mapping[str, Tensor], packed: Pack
 
 
 class SequencePackingLossWrapper(LossWrapper):
-    """Loss on packed logits [1, T/cp, V/tp] with whole, unpacked `data` [B, S].
-
-    The numbers are those of the padded batch.
+    """Loss on packed logits [1, T/cp, V/tp] with whole, unpacked `data` [B, S]; numbers as if padded.
 
     Sequence i is row i of the data. Its positions are `[cu_seqlens_q_padded[i], cu_seqlens_q_padded[i + 1])` of the
     row, of which the first `cu_seqlens_q[i + 1] − cu_seqlens_q[i]` are tokens. Kernel launches and collectives do not
@@ -79,9 +77,7 @@ class SequencePackingLossWrapper(LossWrapper):
 
 
 class PrefixTreeLossWrapper(LossWrapper):
-    """Loss on logits [1, T/cp, V/tp] of a tree's row, with whole, flat `data` [B, S].
-
-    The numbers are those of flat rows.
+    """Loss on logits [1, T/cp, V/tp] of a tree's row, with whole, flat `data` [B, S]; numbers as if flat.
 
     Fields of the data may differ between sequences at a token that they share; a field in the order of the logits
     (`teacher_logits`) is in the order of the row. Log-probs and entropy are read without a copied row; what reads whole rows

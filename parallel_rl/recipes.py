@@ -28,22 +28,19 @@ def recipes() -> dict[str, Path]:
 
 
 def find_recipe(name: str) -> Path:
-    """Find the file of a recipe.
+    """Find the file of a recipe; ValueError with the nearest ones for an unknown name.
 
     Case, hyphens, underscores, dots and blanks do not matter, and + is "plus".
 
     >>> find_recipe("Dr. GRPO").name
     'dr_grpo.yaml'
-
-    Raises:
-        ValueError: an unknown name, with the nearest ones.
     """
-    found = {_plain(stem): path for stem, path in recipes().items()}
-    if _plain(name) not in found:
+    paths = {_plain(stem): path for stem, path in recipes().items()}
+    if _plain(name) not in paths:
         near = closest(name.lower().replace("-", "_"), recipes(), cutoff=0.6)
         hint = "`parallel-rl recipes` lists them" if near is None else f"did you mean {near!r}?"
         raise ValueError(f"there is no recipe {name!r}; {hint}")
-    return found[_plain(name)]
+    return paths[_plain(name)]
 
 
 def load_recipe(name: str) -> tuple[type[LossFn], object]:
@@ -84,9 +81,7 @@ def loss_of(tree: Mapping[str, object]) -> Mapping[str, object] | None:
 
 
 def main_section(tree: Mapping[str, object]) -> tuple[str, Mapping[str, object]]:
-    """Return the name of a recipe's main section and the section.
-
-    Without a run: "" and the whole recipe.
+    """Return the name of a recipe's main section and the section; "" and the recipe if there is no run.
 
     >>> main_section({"run": {"seed": 0}, "sft": {"loss": {"name": "nll"}}})[0]
     'sft'

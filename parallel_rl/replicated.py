@@ -77,7 +77,7 @@ class Replicated:
 
     def sums(self) -> dict[str, float]:
         """Sum each number and field; equal (floats: close) if all valid places agree."""
-        found = dict(self.numbers)
+        sums = dict(self.numbers)
         for index, data in enumerate(self.batches):
             place = f" of micro-batch {index}" if len(self.batches) > 1 else ""
             valid = _valid(*(data.get(name) for name in _MASKS))
@@ -85,8 +85,8 @@ class Replicated:
                 values = data.get(name)
                 if type(values) is torch.Tensor:
                     values = values.detach().cpu().bool() if name in _MASKS else values.detach().cpu()
-                    found[f"{name}{place}"] = _sum(values, None if name in self.whole else valid)
-        return found
+                    sums[f"{name}{place}"] = _sum(values, None if name in self.whole else valid)
+        return sums
 
     def difference(self, of_ranks: Sequence[Sums], ranks: Sequence[int], group: int) -> str:
         """Name the first number or field in which ranks of the group differ; "" without any."""

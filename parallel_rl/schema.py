@@ -1,4 +1,4 @@
-"""Numbers by name, gathered from ranks of which some have none, and so do not know the names."""
+"""Numbers by name, gathered from ranks; some have no numbers and do not know the names."""
 
 from __future__ import annotations
 
@@ -38,8 +38,7 @@ class Gathered(NamedTuple):
 def gather_named(names: Sequence[str], values: Tensor, group: ProcessGroup | None) -> Gathered:
     """Gather K named numbers from the ranks that have them, to all ranks of `group`.
 
-    One all-gather of 4 KiB, or a second one for what is longer. The host waits on a rank without numbers alone, to hear
-    their names.
+    One all-gather of 4 KiB, and a second one for longer data. The host waits only on a rank without numbers, for their names.
 
     >>> gather_named(["a", "b"], torch.tensor([1.0, 2.0], dtype=torch.float64), None)
     Gathered(names=['a', 'b'], rows=tensor([[1., 2.]], dtype=torch.float64), there=tensor([True]))

@@ -12,9 +12,7 @@ if TYPE_CHECKING:
 
 
 def sum_segments(x: Tensor, offsets: Tensor, ids: Tensor) -> Tensor:
-    """Sum [T] over segments of neighbours, in float64: [n]; differentiable.
-
-    The atomics of index_add would change the bits.
+    """Sum [T] over segments of neighbours, in float64: [n]; differentiable, deterministic (no index_add).
 
     >>> sum_segments(torch.tensor([1.0, 2.0, 4.0]), torch.tensor([0, 2, 3]), torch.tensor([0, 0, 1])).tolist()
     [3.0, 4.0]
@@ -38,9 +36,7 @@ def expand_segments(per_segment: Tensor, offsets: Tensor, ids: Tensor) -> Tensor
 
 
 def sum_groups(x: Tensor, index: Tensor, number: int) -> Tensor:
-    """Sum [M] over the places of each group: [number], in float64.
-
-    The bits are the same on every device and rank.
+    """Sum [M] over the places of each group: [number], in float64, with the same bits on every device.
 
     >>> sum_groups(torch.tensor([1.0, 2.0, 4.0]), torch.tensor([1, 0, 1]), 3).tolist()
     [2.0, 5.0, 0.0]
@@ -86,8 +82,8 @@ class Groups:
         >>> Groups.of(torch.tensor([1, 0, 1]), 2).take(torch.tensor([3.0, 5.0])).tolist()
         [5.0, 3.0, 5.0]
         """
-        taken: Tensor = _Take.apply(values, self.index, self.order, self.offsets)
-        return taken
+        places: Tensor = _Take.apply(values, self.index, self.order, self.offsets)
+        return places
 
     def any(self, mask: Tensor) -> Tensor:
         """Say for each value [n] whether one of its places [M] is marked."""
@@ -119,11 +115,9 @@ class SharedRows:
 
 
 def running_sum(x: Tensor) -> Tensor:
-    """Sum [..., n] up to each place of the last dimension, by doubling.
+    """Sum [..., n] up to each place of the last dimension, by doubling; the same bits on every rank.
 
-    The bits are the same on every rank and in every call.
-
-    `cumsum` of floats is not deterministic on a card, and is refused there under `torch.use_deterministic_algorithms(True)`.
+    `cumsum` of floats is not deterministic on a card.
 
     >>> running_sum(torch.tensor([1.0, 2.0, 4.0, 8.0])).tolist()
     [1.0, 3.0, 7.0, 15.0]

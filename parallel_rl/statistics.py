@@ -108,10 +108,9 @@ class Statistics(Mapping[str, Tensor]):
     def reduce(self, groups: ParallelGroups | None = None) -> Statistics:
         """Sums, and samples of all, over context and data ranks; records of all, over data ranks.
 
-        A rank without a micro-batch calls it of `Statistics({})`, and gets what the others get.
-
-        Costs one all-gather of the names and one all-reduce a group (of each one in all where `groups.data_context` is given),
-        and where there are samples or records two all-gathers for each: of their number, which the host waits for, and of them.
+        A rank without a micro-batch calls it on `Statistics({})`, with the same result. It costs one all-gather of the names
+        and one all-reduce a group (one in all with `groups.data_context`). Samples and records cost two all-gathers each: of
+        their number, which the host waits for, and of the values.
 
         Raises:
             ValueError: ranks with statistics of different losses, where values are checked.

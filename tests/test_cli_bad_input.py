@@ -47,7 +47,7 @@ def checked(*arguments: str) -> list[str]:
         (checked("twice.yaml"), "twice.yaml is not valid YAML: the key 'rl' stands twice"),  # the first was lost
         (checked("twice_below.yaml"), "the key 'steps' stands twice"),
         (checked("latin.yaml"), "latin.yaml is not valid YAML: no UTF-8 (invalid continuation byte at byte 11)"),  # no file
-        (["data", "mine.jsonl"], "mine.jsonl holds data; a config is needed, and --data.train mine.jsonl names the data"),
+        (["data", "mine.jsonl"], "mine.jsonl holds data; name a config, and pass the data as --data.train mine.jsonl"),
         (checked("twice.yaml"), "the key 'rl' stands twice (line "),  # three lines
         (["check", "grpo", "--world", "4"], "the config file grpo does not exist; for the recipe write --recipe grpo"),
         (["check", "--recipe", "gpro", "--world", "4"], "there is no recipe 'gpro'; did you mean 'grpo'?"),  # 'gspo'

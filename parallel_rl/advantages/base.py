@@ -131,13 +131,13 @@ class AdvantageEstimator(Variants):
             group: the data ranks, which all call this.
         """
         if self.kl_form == "token":
-            found = torch.where(mask, scores[:, None] - self.kl_coefficient * batch["kl"], 0.0)
+            values = torch.where(mask, scores[:, None] - self.kl_coefficient * batch["kl"], 0.0)
         elif self.kl_coefficient == 0 and self.discount == 1:
-            found = torch.where(mask, scores[:, None], 0.0)
+            values = torch.where(mask, scores[:, None], 0.0)
         else:
             rewards = terminal_rewards(scores, mask, batch.get("kl"), self.kl_coefficient)
-            found = discounted_returns(rewards, mask, self.discount)
-        return Advantages(found, found)
+            values = discounted_returns(rewards, mask, self.discount)
+        return Advantages(values, values)
 
     def finish(
         self, found: Advantages, batch: Mapping[str, Tensor], mask: Tensor, group: ProcessGroup | None

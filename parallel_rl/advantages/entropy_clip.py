@@ -39,6 +39,6 @@ def clip_by_batch(
     if not mu >= 0:
         raise ValueError(f"mu = {mu} must be at least 0")
     keep = mask.bool()
-    found = moments(signal, keep, group)
-    below = signal.double() - found.mean < -mu * found.variance().sqrt()
+    of_step = moments(signal, keep, group)
+    below = signal.double() - of_step.mean < -mu * of_step.variance().sqrt()
     return keep & ~(below & (torch.where(keep, advantages, 0.0) < 0))

@@ -81,10 +81,10 @@ def estimate(
         columns = {name: clean[name] for name in estimator.needs if name in clean and name in _SHAPES}
         columns |= {name: batch[name] for name in _INTEGERS if name in estimator.needs}
         scores = by_group(estimator.scores, {**columns, "lengths": mask.sum(1)}, keep, group)
-    given = {**clean, "sample_mask": keep, **{name: batch[name] for name in _INTEGERS if name in estimator.needs}}
-    found = estimator.finish(estimator.tokens(given, scores, mask, group), given, mask, group)
+    fields = {**clean, "sample_mask": keep, **{name: batch[name] for name in _INTEGERS if name in estimator.needs}}
+    estimated = estimator.finish(estimator.tokens(fields, scores, mask, group), fields, mask, group)
     dtype = torch.promote_types(batch[estimator.fields[0]].dtype, torch.float32)
-    return Advantages(found.advantages.to(dtype), found.returns.to(dtype))
+    return Advantages(estimated.advantages.to(dtype), estimated.returns.to(dtype))
 
 
 def estimator_config(config: AdvantageEstimator | Mapping | str) -> AdvantageEstimator:
@@ -96,8 +96,8 @@ def estimator_config(config: AdvantageEstimator | Mapping | str) -> AdvantageEst
     Raises:
         ValueError: an unknown name or option (with the nearest valid one), or options that contradict each other.
     """
-    found: AdvantageEstimator = configure(AdvantageEstimator, config, "advantages")
-    return found
+    estimator: AdvantageEstimator = configure(AdvantageEstimator, config, "advantages")
+    return estimator
 
 
 def _masks(batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:

@@ -181,9 +181,9 @@ class _Runs:
 
     def to_steps(self, x: Tensor) -> Tensor:
         """Expand [runs] or [runs, steps] to [M]."""
-        found = torch.empty_like(self.table.rewards)
-        found[self.order] = x[self.table.index] if x.dim() == 1 else x[self.table.index, self.table.place]
-        return found
+        steps = torch.empty_like(self.table.rewards)
+        steps[self.order] = x[self.table.index] if x.dim() == 1 else x[self.table.index, self.table.place]
+        return steps
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -204,11 +204,7 @@ class StepwiseGRPO(GroupedEstimator, name="stepwise_grpo"):
     fields: ClassVar[tuple[str, ...]] = ("rewards", "group_ids", "run_ids", "step_ids", "token_mask")
 
     def scores(self, table: SampleTable) -> Tensor:
-        """Return [M] the scores of the runs, one per step.
-
-        Raises:
-            ValueError: a run in two groups, two steps of one number, or a task of one run where `singleton` is "error".
-        """
+        """Return the runs' scores [M], one per step; ValueError for a run in two groups or a repeated step."""
         runs = _Runs(table)
         count = runs.table.size
         last = runs.table.rows.gather(1, count[:, None] - 1)[:, 0]
@@ -245,11 +241,7 @@ class GiGPO(GroupedEstimator, name="gigpo"):
         in_unit(self, "gamma")
 
     def scores(self, table: SampleTable) -> Tensor:
-        """Return [M] the scores of the steps.
-
-        Raises:
-            ValueError: a run in two groups, two steps of one number, or a task of one run where `singleton` is "error".
-        """
+        """Return the steps' scores [M]; ValueError for a run in two groups or a repeated step."""
         runs = _Runs(table)
         rewards = runs.table.rows.nan_to_num(0.0)
         episode = self._against(SampleTable(rewards.sum(1), runs.tasks), self.singleton)

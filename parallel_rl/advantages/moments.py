@@ -47,9 +47,9 @@ def moments(x: Tensor, mask: Tensor, group: ProcessGroup | None = None) -> Momen
     infinity = value.new_full((1,), torch.inf)
     low = torch.cat([torch.where(keep, value, torch.inf).flatten(), infinity]).amin()
     high = torch.cat([torch.where(keep, value, -torch.inf).flatten(), -infinity]).amax()
-    own = torch.stack([count, mean, square, low, high])
-    parts = all_gather(own.to(communication_device(group, own.device)), group).to(own.device)
-    return _merge(*parts.unbind(1)) if group_size(group) > 1 else Moments(*own.unbind())
+    local = torch.stack([count, mean, square, low, high])
+    parts = all_gather(local.to(communication_device(group, local.device)), group).to(local.device)
+    return _merge(*parts.unbind(1)) if group_size(group) > 1 else Moments(*local.unbind())
 
 
 def _merge(count: Tensor, mean: Tensor, square: Tensor, low: Tensor, high: Tensor) -> Moments:
@@ -67,7 +67,7 @@ def whiten(
     *,
     keep_mean: bool = False,
 ) -> Tensor:
-    """Subtract from x the mean of the valid entries of all ranks, and divide by their deviation.
+    """Whiten x over the valid entries of all ranks (mean 0, deviation 1); 0 outside `mask`.
 
     >>> whiten(torch.tensor([1.0, 3.0, 9.0]), torch.tensor([1, 1, 0]))
     tensor([-1.,  1.,  0.])
@@ -85,9 +85,6 @@ def whiten(
         group: data ranks, which all call this; None is one process.
         keep_mean: add the mean again.
 
-    Returns:
-        As x, 0 outside `mask`.
-
     Raises:
         ValueError: an unknown mode, or a mask of another shape.
     """
@@ -98,11 +95,11 @@ def whiten(
     keep = mask.bool()
     if mode == "none":
         return torch.where(keep, x, 0.0)
-    found = moments(x, keep, group)
-    value = torch.where(found.low == found.high, 0.0, x.double() - found.mean)
+    of_step = moments(x, keep, group)
+    value = torch.where(of_step.low == of_step.high, 0.0, x.double() - of_step.mean)
     if mode == "population":
-        value = value * found.variance().clamp(min=_EPS).rsqrt()
+        value = value * of_step.variance().clamp(min=_EPS).rsqrt()
     elif mode == "unbiased":
-        value = value * (found.variance(1) + _EPS).rsqrt()
-    value = value + found.mean if keep_mean else value
+        value = value * (of_step.variance(1) + _EPS).rsqrt()
+    value = value + of_step.mean if keep_mean else value
     return torch.where(keep, value, 0.0).to(x.dtype)

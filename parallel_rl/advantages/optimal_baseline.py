@@ -77,9 +77,9 @@ class OptimalTokenBaseline(AdvantageEstimator, name="optimal_token_baseline"):
         self, batch: Mapping[str, Tensor], returns: Tensor, weight: Tensor, mask: Tensor, group: ProcessGroup | None
     ) -> Tensor:
         """Compute [N, S] baselines at valid tokens, from group sums over all data ranks."""
-        place, own = torch.where(mask, self.places(mask), 0), torch.full_like(batch["group_ids"], mask.shape[1])
+        place, widths = torch.where(mask, self.places(mask), 0), torch.full_like(batch["group_ids"], mask.shape[1])
         columns = {"group_ids": batch["group_ids"], "lengths": mask.sum(1), "keep": batch["sample_mask"].long()}
-        rows, mine = gather_samples({**columns, "width": own}, group)
+        rows, mine = gather_samples({**columns, "width": widths}, group)
         if not len(rows["keep"]):
             return torch.zeros_like(returns)
         rows["keep"], width = self.counts(rows).long(), int(rows["width"].max())

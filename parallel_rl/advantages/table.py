@@ -79,8 +79,7 @@ class SampleTable:
     def deviation_of_others(self) -> Tensor:
         """Return [M] the unbiased deviation of the group without the sample; 0 if it is rounding, or n ≤ 2.
 
-        The sums run over the samples before and after it, about the group's median: subtracting an outlier from a full sum
-        would cancel.
+        Sums run over the other samples, about the median: subtracting an outlier from a full sum would cancel.
         """
         middle = self.rows.sort(1).values.gather(1, (self.size[:, None] - 1) // 2)  # NaN is last
         rows = torch.where(self.rows.isnan(), 0.0, self.rows - middle)

@@ -140,8 +140,8 @@ class OnPolicyDistillation(AdvantageEstimator, name="on_policy_distillation"):
     ) -> Advantages:
         """Compute [N, S] the negative estimated KL to the teacher."""
         taught = self._word()(batch["prev_logprobs"], batch["teacher_token_logprobs"])
-        found = torch.where(mask, taught, 0.0)
-        return Advantages(found, found)
+        values = torch.where(mask, taught, 0.0)
+        return Advantages(values, values)
 
     def _word(self) -> TeacherKL:
         return TeacherKL(self.coefficient, self.estimator, self.log_prob_min_clamp, self.loss_max_clamp)

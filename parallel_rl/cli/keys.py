@@ -25,11 +25,7 @@ class _Key:
 
 
 def describe(root: type, dotted: str) -> str:
-    """Describe the key or section `dotted` of the config `root`.
-
-    Raises:
-        ValueError: there is no such key; names the nearest one.
-    """
+    """Describe a dotted key or section; ValueError with the nearest one if there is none."""
     section, keys = root, dotted.split(".")
     for depth, key in enumerate(keys):
         valid, here = _keys(section), ".".join(keys[: depth + 1])

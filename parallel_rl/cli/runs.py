@@ -111,8 +111,8 @@ def check(
                 from parallel_rl.training.preflight.check import check_run
 
             check_dump(config, dump_step)
-            found = check_run(config, world)
-        print("\n".join([f"ok: {config.objective}, {ranks}, {found}", *left]), flush=True)
+            summary = check_run(config, world)
+        print("\n".join([f"ok: {config.objective}, {ranks}, {summary}", *left]), flush=True)
     except (ValueError, OSError) as error:  # such as a file that may not be read
         return refuse(error)
     return 0
@@ -191,12 +191,12 @@ def source(recipe: str | None, rest: Sequence[str], command: str) -> tuple[str, 
     """Return the path of the config file, and the overrides."""
     from parallel_rl.recipes import find_recipe, recipes
 
-    given = bool(rest) and not rest[0].startswith("--") and (recipe is None or "=" not in rest[0])
+    named = bool(rest) and not rest[0].startswith("--") and (recipe is None or "=" not in rest[0])
     if recipe is not None:
-        if given:
-            raise ValueError(f"{rest[0]!r} beside --recipe {recipe}: give a config file or a recipe")
+        if named:
+            raise ValueError(f"{rest[0]!r} and --recipe {recipe} are both given: name a config file or a recipe")
         return str(find_recipe(recipe)), rest
-    if not given:
+    if not named:
         raise ValueError(
             f"there is no config: write parallel-rl {command} CONFIG, or parallel-rl {command} --recipe NAME"
         )

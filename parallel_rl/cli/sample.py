@@ -52,8 +52,8 @@ def sample(known: argparse.Namespace, rest: Sequence[str]) -> int:
         checkpoint = Path(known.checkpoint).absolute()
         config = load_config(known.config or config_of(known.checkpoint), ["--parallel={}", *rest])
         greedy = known.temperature == 0
-        asked = {"temperature": None if greedy else known.temperature, "max_new_tokens": known.max_new_tokens}
-        sampling = replace(config.sampling, **{name: value for name, value in asked.items() if value is not None})
+        options = {"temperature": None if greedy else known.temperature, "max_new_tokens": known.max_new_tokens}
+        sampling = replace(config.sampling, **{name: value for name, value in options.items() if value is not None})
         check_world(config.parallel)
         quiet()
         from parallel_rl.training.algorithms.sampling import sample_prompts

@@ -66,11 +66,11 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 def joined(words: Sequence[str]) -> list[str]:
     """`--sbatch --gres=gpu:8` as one word: argparse would take its value for an option."""
-    found = list(words)
-    if found[:1] == ["submit"] and "--sbatch" in found[:-1]:
-        at = found.index("--sbatch")
-        found[at : at + 2] = [f"--sbatch={found[at + 1]}"]
-    return found
+    arguments = list(words)
+    if arguments[:1] == ["submit"] and "--sbatch" in arguments[:-1]:
+        at = arguments.index("--sbatch")
+        arguments[at : at + 2] = [f"--sbatch={arguments[at + 1]}"]
+    return arguments
 
 
 def submit(known: argparse.Namespace, rest: Sequence[str]) -> int:
@@ -128,11 +128,7 @@ def _arguments(known: argparse.Namespace, rest: Sequence[str]) -> list[str]:
 
 
 def _of_one_task(rest: Sequence[str], array: str | None) -> list[str]:
-    """Return the arguments of an array's first task; the job replaces {task} by each task's number.
-
-    Raises:
-        ValueError: the tasks of an array would be one and the same run, or there is no array.
-    """
+    """Return the arguments of an array's first task; ValueError if all its tasks would be the same run."""
     named = any("{task}" in word for word in rest)
     if array is None:
         if named:

@@ -28,7 +28,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], ve
         allow_abbrev=False,
     )
     parser.add_argument("step", metavar="STEP", help="folder of a dumped step, or of a run with one")
-    parser.add_argument("other", metavar="OTHER", nargs="?", help="a second one, shown beside it")
+    parser.add_argument("other", metavar="OTHER", nargs="?", help="a second dump to compare with the first")
     parser.add_argument("--out", metavar="FILE", default="explain.html", help="the page (explain.html)")
     parser.add_argument("--samples", metavar="N", default="8", help="number of texts shown of each step (8), or 'all'")
     parser.set_defaults(version=version)  # for the page's footer
@@ -88,8 +88,8 @@ def _port(known: argparse.Namespace) -> int:
     return run(known)
 
 
-def _read_source(path: str, given: Mapping[str, object]) -> Source:
-    """Read a model's file, or a run's config with the flags that are `given` in place of its keys."""
+def _read_source(path: str, layout: Mapping[str, object]) -> Source:
+    """Read a model's file, or a run's config with `layout` in place of its keys."""
     from parallel_rl.config.yaml_files import read_tree
     from parallel_rl.plan.source import read_source
 
@@ -97,7 +97,7 @@ def _read_source(path: str, given: Mapping[str, object]) -> Source:
         return read_source(path)
     from parallel_rl.training.preflight.planned import planned
 
-    return planned(path, given)
+    return planned(path, layout)
 
 
 def _verify(known: argparse.Namespace) -> int:

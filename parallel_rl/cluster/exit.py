@@ -19,11 +19,7 @@ _LAST_SECONDS = 10.0  # for a process that fails to end by itself
 
 
 def failed(error: BaseException) -> int:
-    """Print `parallel-rl: error (rank R, rl step S): cause`; the traceback of an unexpected error first.
-
-    Returns:
-        the exit status: 2 where a config, data or world does not fit, else 1.
-    """
+    """Print the error with rank and step; return the exit status: 2 for a wrong input, else 1."""
     import torch.distributed as dist  # seconds, which a command that only ends must not wait for
 
     meant = _reader_left(error) or _is_meant(error)

@@ -38,11 +38,9 @@ class Boundary:
 
 
 def listen() -> None:
-    """Record SIGUSR1 and SIGTERM instead of dying of them, until the process ends.
+    """Make SIGUSR1 and SIGTERM ask for a stop, from now on; call it from the main thread.
 
-    Call it from the main thread.
-
-    The command does, as its first act; a program of its own that calls `train` may.
+    `parallel-rl train` calls it first; a program that calls `train` may.
     """
     global _listens
     if not _listens:
@@ -78,12 +76,7 @@ def ending() -> float | None:
 
 
 def agree(device: torch.device, failed: bool) -> Boundary:
-    """Share what the ranks know with every rank; one all-reduce.
-
-    Args:
-        device: where the world communicates.
-        failed: something went wrong on this rank since the last boundary.
-    """
+    """Share what the ranks know, such as a fault since the last boundary, with all; one all-reduce."""
     import torch  # seconds, which `listen` must not wait for
     import torch.distributed as dist
 
@@ -99,13 +92,7 @@ def agree(device: torch.device, failed: bool) -> Boundary:
 
 
 def ask_for_restart(text: str) -> bool:
-    """Write the marker file with the cause of the stop and how to resume; one rank calls it.
-
-    Does nothing without a folder for the marker.
-
-    Raises:
-        OSError: it cannot be written.
-    """
+    """Write the marker file, if there is a folder for it; one rank calls it; OSError if it cannot."""
     folder = _job_folder()
     if folder is None:
         return False

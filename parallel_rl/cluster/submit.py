@@ -37,13 +37,11 @@ class Resources:
     """Resources of a job; None leaves a value to the site or the script.
 
     Attributes:
-        nodes: whole nodes.
-        gpus_per_node: 0 on nodes without.
-        ranks_per_node: processes on each; one a GPU where it is None.
+        nodes, servers: whole nodes for training and, one each, for servers.
+        gpus_per_node: 0 on nodes without. ranks_per_node: None: one a GPU.
         time: the limit, as sbatch takes it ("8:00:00").
-        options: more of sbatch's, by their long names.
-        words: for sbatch as they are, such as "--mail-type=END".
-        servers: nodes beside them, for a server on each. server_command: starts one, in a shell, at $HOST and $PORT.
+        options, words: sbatch's, by their long names, and literal, such as "--mail-type=END".
+        server_command: starts a server, in a shell, at $HOST and $PORT.
     """
 
     nodes: int
@@ -79,14 +77,14 @@ class Resources:
             )
         for name in (*_READ, *self.options):
             if name in names:
-                raise ValueError(f"--sbatch has {name}, which `submit` reads itself; give it beside --sbatch, and once")
+                raise ValueError(f"--sbatch has {name}, which `submit` reads itself; give it once, outside of --sbatch")
 
     @property
     def gpus(self) -> int | None:
         """GPUs of a node, as --gpus-per-node or as --gres=gpu[:TYPE]:N among `words` says."""
-        found = [match for word in self.words if (match := _GRES.search(word))]
-        if self.gpus_per_node is None and found:
-            return int(found[-1][1] or 1)
+        matches = [match for word in self.words if (match := _GRES.search(word))]
+        if self.gpus_per_node is None and matches:
+            return int(matches[-1][1] or 1)
         return self.gpus_per_node
 
 
@@ -95,12 +93,10 @@ class Job:
     """A job to submit.
 
     Attributes:
-        command: sbatch and its arguments.
-        environment: the settings that the job reads.
+        command: sbatch and its arguments. environment: settings for the job.
         world: its number of ranks.
-        logs: where its logs come.
-        log_dir: the folder of the ranks' logs.
-        warnings: what is likely to fail on its nodes.
+        logs, log_dir: the job's logs, and the folder of the ranks' logs.
+        warnings: likely failures on its nodes.
     """
 
     command: tuple[str, ...]
@@ -112,29 +108,28 @@ class Job:
 
     def __str__(self) -> str:
         """Render it as one would type it."""
-        given = [f"{name}={shlex.quote(value)}" for name, value in sorted(self.environment.items())]
-        return " ".join([*given, shlex.join(self.command)])
+        settings = [f"{name}={shlex.quote(value)}" for name, value in sorted(self.environment.items())]
+        return " ".join([*settings, shlex.join(self.command)])
 
 
 def plan(resources: Resources, arguments: Sequence[str]) -> Job:
     """Plan the job that trains with `arguments`, those of `parallel-rl train`, from the present folder.
 
     Raises:
-        ValueError: site settings that cannot be read, or that would win over what was asked for; a time limit that sbatch
-            would not take; nodes without GPUs for which nobody says how many ranks they have; more ranks than GPUs; what
-            `submit_checks` refuses.
+        ValueError: unreadable or overriding site settings; a time limit that sbatch refuses; nodes without GPUs or a number
+            of ranks; more ranks than GPUs; see `submit_checks`.
     """
     here = Path("slurm")
     files = here if (here / _SCRIPT).is_file() and (here / _SCRIPT).samefile(_FILES / _SCRIPT) else _FILES
-    given = _settings()
-    if files != here or "JOB_FILES" in given:
-        given["JOB_FILES"] = str(files)
+    settings = _settings()
+    if files != here or "JOB_FILES" in settings:
+        settings["JOB_FILES"] = str(files)
     if resources.ranks_per_node is not None:
-        given["NPROC_PER_NODE"] = str(resources.ranks_per_node)
+        settings["NPROC_PER_NODE"] = str(resources.ranks_per_node)
     if resources.server_command is not None:
-        given["SERVER_COMMAND"] = resources.server_command
+        settings["SERVER_COMMAND"] = resources.server_command
     path = Path(os.environ.get("SITE_CONF") or files / "site.conf")
-    site = _site(path, given)
+    site = _site(path, settings)
     if (export := site.get("SBATCH_EXPORT", "ALL")).split(",")[0] != "ALL":
         raise ValueError(
             f"SBATCH_EXPORT = {export} keeps the settings from the job; unset it, or let it begin with ALL"
@@ -147,7 +142,7 @@ def plan(resources: Resources, arguments: Sequence[str]) -> Job:
     elif signal := flags.get("signal") or site.get("SBATCH_SIGNAL"):
         submit_checks.check_signal(signal, limit)
     if signal := flags.get("signal") or site.get("SBATCH_SIGNAL"):
-        given["NOTICE_SECONDS"] = str(submit_checks.notice_of(signal))
+        settings["NOTICE_SECONDS"] = str(submit_checks.notice_of(signal))
     options_of_sbatch = (*(f"--{name}={value}" for name, value in flags.items()), *resources.words)
     if bool(resources.servers) != bool(site.get("SERVER_COMMAND")):
         raise ValueError(
@@ -158,7 +153,7 @@ def plan(resources: Resources, arguments: Sequence[str]) -> Job:
     beside = [":", f"--nodes={resources.servers}", *beside] if resources.servers else []
     script = _BESIDE if resources.servers else _SCRIPT
     command = ("sbatch", *options_of_sbatch, *beside, str(files / script), *arguments)
-    environment = given | {name: value for name, value in site.items() if name.startswith("SBATCH_")}
+    environment = settings | {name: value for name, value in site.items() if name.startswith("SBATCH_")}
     world = resources.nodes * _ranks(resources, site, path)
     submit_checks.check_requeue(resources.words, site)
     submit_checks.check_output(flags.get("output") or site.get("SBATCH_OUTPUT"), _name(flags, site))
@@ -167,23 +162,18 @@ def plan(resources: Resources, arguments: Sequence[str]) -> Job:
 
 
 def submit(job: Job, folder: Path, texts: Mapping[str, str]) -> str:
-    """Submit the job, and record its command, script and config in a new folder below the run's.
+    """Submit the job, and return sbatch's answer with the places of record and logs.
 
-    The record is written first, so that no job runs without one.
+    The record (command, script and config) is written first, in a new folder below the run's. ValueError without sbatch or if
+    it refuses; then no record stays.
 
     Args:
         folder: the run's, `run.dir`.
         texts: for the record, by their files' names: the whole config in YAML, or a loop.
-
-    Returns:
-        what sbatch said, and where the record is and the logs will be.
-
-    Raises:
-        ValueError: there is no sbatch, or it refuses; nothing is left of the record then.
     """
     when = folder / "submitted" / f"{datetime.now():%Y%m%d-%H%M%S}"
     record = Path(f"{when}-of-{os.getpid()}")
-    made = [path for path in record.parents if not path.exists()]
+    created = [path for path in record.parents if not path.exists()]
     record.mkdir(parents=True)
     try:
         (record / "command.sh").write_text(f"cd {shlex.quote(os.getcwd())}\n{job}\n", encoding="utf-8")
@@ -195,7 +185,7 @@ def submit(job: Job, folder: Path, texts: Mapping[str, str]) -> str:
     except Exception:
         shutil.rmtree(record)
         with contextlib.suppress(OSError):  # another's is beside it
-            for path in made:
+            for path in created:
                 path.rmdir()
         raise
     number = "".join(re.findall(r"\d+", answer)[:1])
@@ -204,15 +194,12 @@ def submit(job: Job, folder: Path, texts: Mapping[str, str]) -> str:
 
 
 def seconds(time: str) -> int | None:
-    """Read a time limit of sbatch: M, M:S, H:M:S, D-H, D-H:M or D-H:M:S.
+    """Read a time limit of sbatch (M, M:S, H:M:S, D-H, D-H:M or D-H:M:S) in seconds; None: no limit.
 
-    Rounds up to whole minutes, as Slurm does. None: no limit.
+    Rounds up to whole minutes, as Slurm does; ValueError for another form.
 
     >>> seconds("8:00:00"), seconds("1-12"), seconds("unlimited")
     (28800, 129600, None)
-
-    Raises:
-        ValueError: another form.
     """
     if time.lower() in ("unlimited", "infinite"):
         return None
@@ -296,9 +283,9 @@ def _number(name: str, digits: str, text: str | None = None) -> int:
     return int(digits)
 
 
-def _site(path: Path, given: Mapping[str, str]) -> dict[str, str]:
+def _site(path: Path, settings: Mapping[str, str]) -> dict[str, str]:
     """Return the environment after sourcing the site's file on top of the job's settings."""
-    environment = {**os.environ, **given}
+    environment = {**os.environ, **settings}
     if not path.exists():
         if os.environ.get("SITE_CONF"):
             raise ValueError(f"SITE_CONF = {path} is not there")

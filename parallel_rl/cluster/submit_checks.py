@@ -41,11 +41,7 @@ def check_requeue(words: Sequence[str], site: Mapping[str, str]) -> None:
 
 
 def check_signal(signal: str, limit: int | None) -> None:
-    """Refuse a notice by which the run could not save and be queued again.
-
-    Args:
-        signal: of --signal, as in "B:USR1@600".
-        limit: the time limit in seconds, None without.
+    """Refuse a notice (--signal, as in "B:USR1@600") that does not let the run save and be queued again.
 
     Raises:
         ValueError: another signal than USR1, one that goes to the ranks, or a notice as long as the limit.
@@ -75,10 +71,6 @@ def check_signal(signal: str, limit: int | None) -> None:
 def check_output(output: str | None, name: str) -> None:
     """Refuse a log in a missing folder: Slurm fails such a job with 0:53 and writes no log.
 
-    Args:
-        output: a pattern of sbatch's, None for the script's.
-        name: the job's.
-
     Raises:
         ValueError: the folder does not exist, or holds what only Slurm knows, such as %j.
     """
@@ -96,16 +88,7 @@ def check_output(output: str | None, name: str) -> None:
 
 
 def check_site(nodes: int, servers: bool, site: Mapping[str, str]) -> tuple[str, ...]:
-    """Return warnings of settings that are likely to fail on the nodes.
-
-    Args:
-        nodes: their number.
-        servers: whether there are nodes for servers, too.
-        site: the environment of the job.
-
-    Raises:
-        ValueError: a setting that fails.
-    """
+    """Return warnings of settings that are likely to fail on the nodes; ValueError for one that does."""
     return (*check_rendezvous(nodes, site), *filter(None, (check_python(site), check_container(site, servers))))
 
 

@@ -50,14 +50,7 @@ def post_of(text: str | bytes) -> Post:
 
 
 def report(mine: Post, posts: Mapping[int, Post], heard: Mapping[int, tuple[Post, float]], world: int) -> str:
-    """Write the lines for standard error.
-
-    Args:
-        mine: of this rank.
-        posts: of the ranks that answered, this one among them.
-        heard: what was last heard of the others and how many seconds ago.
-        world: how many ranks there are.
-    """
+    """Write the report from this rank's post, the ranks' answers, and the last (post, age) of the others."""
     lines = [f"parallel-rl: error{name_of(mine.rank, mine.step)}: {_headline(mine)}"]
     failed = [post for post in posts.values() if post.kind == "failed"]
     failed.sort(key=lambda post: post.reason == ENDED)  # the first is read as the cause
@@ -183,5 +176,5 @@ def _place(lines: Sequence[Line]) -> Place:
     if call is None and any(part in lines[0].file for part in _HANDLES):
         call = 0
     outer = lines if call is None else lines[call + 1 :]
-    own = next((line for line in outer if not any(part in line.file for part in _TORCH)), lines[0])
-    return Place(None if call is None else lines[call].function, str(own))
+    caller = next((line for line in outer if not any(part in line.file for part in _TORCH)), lines[0])
+    return Place(None if call is None else lines[call].function, str(caller))

@@ -50,9 +50,9 @@ class Step:
 
     def __post_init__(self) -> None:
         if (self.seqs is None) != (self.toks is None):
-            given, missing = ("toks", "seqs") if self.seqs is None else ("seqs", "toks")
+            present, missing = ("toks", "seqs") if self.seqs is None else ("seqs", "toks")
             raise ValueError(
-                f"global_valid_{given} is given, global_valid_{missing} is not: a step has both, see count_valid"
+                f"global_valid_{present} is given, global_valid_{missing} is not: a step has both, see count_valid"
             )
 
     @property
@@ -139,10 +139,10 @@ def dense_batch(
     layout = row_layout(mask, step.context_group)
     local = LocalBatch(data, layout, ValidCounts(one, one), step.context_group, needs, step.statistics, cut_rows=True)
     lengths = local.tokens_per_sequence
-    own = (rows if count_empty else lengths > 0).sum().clamp(min=1), lengths.sum().clamp(min=1)
+    local_counts = (rows if count_empty else lengths > 0).sum().clamp(min=1), lengths.sum().clamp(min=1)
     seqs, toks = (
         as_count(mine if count is None else count, flat.device)
-        for count, mine in zip((step.seqs, step.toks), own, strict=True)
+        for count, mine in zip((step.seqs, step.toks), local_counts, strict=True)
     )
     return TokenBatch(
         replace(local, counts=ValidCounts(seqs, toks)), ModelOutput(TokenStats(flat, None, flat.detach()))

@@ -51,8 +51,10 @@ def next_token_loss(
     labels = layout.unshard(labels.flatten(), context_group, shift=False)
     mask = labels != IGNORE_INDEX
     data = {"input_ids": torch.where(mask, labels, 0), "token_mask": mask, "sample_mask": mask.new_ones(len(mask))}
-    own = valid_tokens(data).sum().clamp(min=1) if toks is None else as_count(toks, labels.device)
-    loss, _ = NLLLoss(cp_layout=cp_layout)(logits, data, torch.ones_like(own), own, None, tensor_group, context_group)
+    count = valid_tokens(data).sum().clamp(min=1) if toks is None else as_count(toks, labels.device)
+    loss, _ = NLLLoss(cp_layout=cp_layout)(
+        logits, data, torch.ones_like(count), count, None, tensor_group, context_group
+    )
     return loss
 
 

@@ -133,24 +133,24 @@ class VanillaKTOLoss(nn.Module):
                 `reduce`.
             statistics: gives a share otherwise; the reduced result of `collect`.
         """
-        own = (policy_chosen_logps - reference_chosen_logps, policy_rejected_logps - reference_rejected_logps)
+        log_ratios = (policy_chosen_logps - reference_chosen_logps, policy_rejected_logps - reference_rejected_logps)
         if statistics is None:
             logps = (policy_chosen_logps, policy_rejected_logps, reference_chosen_logps, reference_rejected_logps)
             statistics = self.collect(*logps).reduce(ParallelGroups(data=data_parallel_group))
-        every = [statistics.samples[side].to(own[0]) for side in ("chosen", "rejected")]
+        every = [statistics.samples[side].to(log_ratios[0]) for side in ("chosen", "rejected")]
         there = [~each.isnan() for each in every]
         # The step's mean with the gradient of this rank's own.
         means = [
             straight_through(each.nansum(), mine.sum()) / where.sum().clamp(min=1)
-            for each, mine, where in zip(every, own, there, strict=True)
+            for each, mine, where in zip(every, log_ratios, there, strict=True)
         ]
         chosen_kl, rejected_kl = (each.clamp(min=0) for each in means)
-        all_good, all_bad = (torch.ones_like(each, dtype=torch.bool) for each in own)
-        direct = self._sum(own[0], own[1], all_good, all_bad, chosen_kl.detach(), rejected_kl.detach())
+        all_good, all_bad = (torch.ones_like(each, dtype=torch.bool) for each in log_ratios)
+        direct = self._sum(log_ratios[0], log_ratios[1], all_good, all_bad, chosen_kl.detach(), rejected_kl.detach())
         through_means = self._sum(every[0], every[1], there[0], there[1], chosen_kl, rejected_kl)
         count = (there[0].sum() + there[1].sum()).clamp(min=1)
         loss = row_mean(straight_through(direct, direct + through_means), count, context_parallel_group)
-        return loss, self.beta * own[0].detach(), self.beta * own[1].detach()
+        return loss, self.beta * log_ratios[0].detach(), self.beta * log_ratios[1].detach()
 
     @torch.no_grad()
     def collect(

@@ -158,12 +158,10 @@ def _section(keys: Keys, name: str, section: Mapping[str, object], max_positions
 
 
 def window_obstacles(keys: Keys, family: str, layers: int, max_positions: int) -> list[str]:
-    """List what hides a token from a later one.
-
-    A sliding window below the longest sequence does, or another kind of layer.
+    """List the settings that hide a token from a later one: a sliding window, or another kind of layer.
 
     A mistral slides in every layer, a qwen3_moe with `use_sliding_window`. A qwen2 or qwen3 with it slides in the layers that
-    `layer_types` lists, or from `max_window_layers` on; transformers reads the first where both are there.
+    `layer_types` lists, else from `max_window_layers` on, as in transformers.
 
     Raises:
         ValueError: `layer_types` is no list of one text per layer.
@@ -273,18 +271,18 @@ def read_architecture(tree: Mapping[str, object], where: str = "config.json") ->
 
 
 def _others(keys: Keys, family: str) -> list[str]:
-    found = [f"{name} = true" for name in ("attention_bias", "mlp_bias") if keys.flag(name)]
+    others = [f"{name} = true" for name in ("attention_bias", "mlp_bias") if keys.flag(name)]
     act = keys.tree.get("hidden_act", "silu")
     if act != "silu":
-        found.append(f"hidden_act = {act!r}")
-    found += [name for name in _QUANTISED if keys.tree.get(name) is not None]
+        others.append(f"hidden_act = {act!r}")
+    others += [name for name in _QUANTISED if keys.tree.get(name) is not None]
     if keys.mapping("per_layer_config"):
-        found.append("per_layer_config")
+        others.append("per_layer_config")
     if family == "qwen3_moe" and (
         keys.integer("decoder_sparse_step", default=1) != 1 or keys.tree.get("mlp_only_layers")
     ):
-        found.append("dense layers among the experts (decoder_sparse_step, mlp_only_layers)")
-    return found
+        others.append("dense layers among the experts (decoder_sparse_step, mlp_only_layers)")
+    return others
 
 
 def _experts(keys: Keys) -> Experts:

@@ -1,4 +1,4 @@
-"""JSON that others wrote: whatever is wrong with it is a ValueError, and a key stands once."""
+"""JSON from outside: any fault is a ValueError, and so is a duplicate key."""
 
 from __future__ import annotations
 
@@ -45,9 +45,7 @@ def is_int64(value: object) -> bool:
 
 
 def is_finite(value: object) -> bool:
-    """Return whether a value is a number that is finite in float32; True and False are not.
-
-    Losses work in float32.
+    """Return whether a value is a number that is finite in float32, as losses need; False for bools.
 
     >>> is_finite(3), is_finite(1e39), is_finite(10**400), is_finite(float("nan")), is_finite(True)
     (True, False, False, False, False)
@@ -100,8 +98,8 @@ def _repr(value: object) -> str:
 
 
 def _object(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    tree = dict(pairs)
+    if len(tree) < len(pairs):
         keys = [key for key, _ in pairs]
         raise ValueError(f"the key {brief(next(key for key in keys if keys.count(key) > 1))} stands twice")
-    return found
+    return tree

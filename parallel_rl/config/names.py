@@ -17,15 +17,11 @@ _LEFT: ContextVar[dict[str, None] | None] = ContextVar("_LEFT", default=None)
 
 
 def not_registered(what: str, name: str, known: Iterable[str], decorator: str) -> str:
-    """Say what is wrong with a name that is not among `known`.
+    """Describe a wrong name of `what`, such as "reward", and the decorator that would register it.
 
     >>> not_registered("reward", "my_rewards:close", ["math"], "register_reward")
     'reward = \\'my_rewards:close\\' is not valid: a config imports nothing; register it by @register_reward("close") and \
-pass --import my_rewards'
-
-    Args:
-        what: of the config, such as "reward".
-        decorator: by which code of the user's registers one.
+    pass --import my_rewards'
     """
     module, colon, attribute = name.rpartition(":")
     if colon and module and "/" not in name:
@@ -83,15 +79,10 @@ def is_left(what: str, name: str) -> bool:
 
 
 def modules_of_user(given: Sequence[str]) -> list[str]:
-    """List the modules to import: those of --import, then those of PARALLEL_RL_IMPORT.
-
-    The environment variable separates them by commas.
+    """List the modules of --import, then those of PARALLEL_RL_IMPORT, by commas; ValueError for no name.
 
     >>> modules_of_user(["my_rewards"])
     ['my_rewards']
-
-    Raises:
-        ValueError: something that is no module's name.
     """
     words = {f"--import {name}": name for name in given}
     for name in filter(None, os.environ.get(ENVIRONMENT, "").split(",")):

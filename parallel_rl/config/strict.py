@@ -19,9 +19,7 @@ ConfigT = TypeVar("ConfigT")
 
 
 def configure(cls: type[ConfigT], value: ConfigT | Mapping | str | None = None, where: str = "") -> ConfigT:
-    """Make the dataclass `cls` from an instance, a mapping or None (all defaults).
-
-    Nested mappings make nested dataclasses.
+    """Make the dataclass `cls`, nested ones too, from an instance, a mapping or None (all defaults).
 
     >>> @dataclasses.dataclass(frozen=True)
     ... class Options:
@@ -46,9 +44,9 @@ def configure(cls: type[ConfigT], value: ConfigT | Mapping | str | None = None, 
     fields = {field.name: field for field in dataclasses.fields(cls) if field.init}  # type: ignore[arg-type]
     if isinstance(value, cls):
         # a dataclass itself takes anything for a Literal, and mappings for nested dataclasses
-        given = {key: getattr(value, key) for key in fields}
-        right = {key: _convert(hints[key], item, f"{where}.{key}" if where else key) for key, item in given.items()}
-        return value if all(right[key] is given[key] for key in fields) else dataclasses.replace(value, **right)  # type: ignore[type-var]
+        values = {key: getattr(value, key) for key in fields}
+        right = {key: _convert(hints[key], item, f"{where}.{key}" if where else key) for key, item in values.items()}
+        return value if all(right[key] is values[key] for key in fields) else dataclasses.replace(value, **right)  # type: ignore[type-var]
     name = where or cls.__name__
     if value is not None and not isinstance(value, Mapping):
         raise ValueError(f"{name} must be a mapping or a {cls.__name__}, got {shown(value)}")
@@ -79,7 +77,7 @@ def _type_hints(cls: type) -> dict[str, typing.Any]:
 
 
 class Variants:
-    """Base of a family of config dataclasses, one of which is chosen by its name.
+    """Base of a family of config dataclasses; a config chooses one by its name.
 
         class Surrogate(Variants): ...
         @dataclass(frozen=True)
@@ -132,12 +130,12 @@ def _deeper(key: str, value: Mapping, hints: Mapping[str, typing.Any]) -> str:
         name: [hint for hint in (hints[name], *get_args(hints[name])) if dataclasses.is_dataclass(hint)]
         for name in sections
     }
-    found = [
+    paths = [
         f"{name}.{key}"
         for name in sections
         if any(key in {field.name for field in dataclasses.fields(kind)} for kind in kinds[name])
     ]
-    return f"did you mean {' or '.join(map(repr, found))}?" if found else ""
+    return f"did you mean {' or '.join(map(repr, paths))}?" if paths else ""
 
 
 def _choose(family: type[Variants], value: typing.Any, path: str) -> typing.Any:

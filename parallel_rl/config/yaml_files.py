@@ -115,11 +115,11 @@ def override(tree: Tree, arguments: Sequence[str]) -> None:
     """
     for dotted, value in _pairs(arguments):
         keys = dotted.split(".")
-        given: Tree = {keys[-1]: value}
+        leaf: Tree = {keys[-1]: value}
         for path in _PATHS:
             if path[: len(keys)] == tuple(keys):  # a path, or a section with some
-                _resolve(given, path[len(keys) - 1 :], Path.cwd())
-        _set(tree, dotted, given[keys[-1]])
+                _resolve(leaf, path[len(keys) - 1 :], Path.cwd())
+        _set(tree, dotted, leaf[keys[-1]])
 
 
 def parsed(text: str) -> object:
@@ -147,7 +147,7 @@ def _read(path: Path, seen: tuple[Path, ...]) -> list[tuple[Path, Tree]]:
     if not path.exists():
         raise ValueError(f"the config file {path.absolute()} does not exist" + _because(seen))
     if path.suffix in (".jsonl", ".parquet"):
-        raise ValueError(f"{path} holds data; a config is needed, and --data.train {path} names the data beside it")
+        raise ValueError(f"{path} holds data; name a config, and pass the data as --data.train {path}")
     try:
         tree = parsed(path.read_text(encoding="utf-8"))
     except UnicodeDecodeError as error:

@@ -53,10 +53,7 @@ class OfConfig:
 
 
 def run(known: argparse.Namespace, of_config: Callable[[str], OfConfig]) -> int:
-    """Print the findings, on rank 0 of a job; the exit status.
-
-    Args:
-        of_config: what a run's config tells.
+    """Print the findings, on rank 0 of a job; return the exit status.
 
     Raises:
         ValueError: a config that does not load, --world outside a job, sizes without --world or that do not divide it.
@@ -69,18 +66,18 @@ def run(known: argparse.Namespace, of_config: Callable[[str], OfConfig]) -> int:
     from parallel_rl.doctor.world import Sizes, ask_world
 
     first = os.environ.get("RANK", "0") == "0"
-    given = [known.tensor, known.context, known.pipeline]
-    if any(size is not None for size in given) and not known.world:
+    from_flags = [known.tensor, known.context, known.pipeline]
+    if any(size is not None for size in from_flags) and not known.world:
         raise ValueError("--tensor, --context and --pipeline have no effect without --world")
     config = OfConfig() if known.config is None else of_config(known.config)
-    sizes = Sizes(*(own if size is None else size for size, own in zip(given, config.sizes, strict=True)))
-    found = [*packages(), *settings(), *config.findings, *ask_ports(config.urls)]
-    of_host = tuple(found)
-    if first and any(each.subject == "megatron-core" and each.severity in ("ok", "warning") for each in found):
-        found += ask_contracts()
-        found += [] if known.world else ask_faults(config.facts)  # not while the job's other ranks wait
+    sizes = Sizes(*(of_run if size is None else size for size, of_run in zip(from_flags, config.sizes, strict=True)))
+    findings = [*packages(), *settings(), *config.findings, *ask_ports(config.urls)]
+    of_host = tuple(findings)
+    if first and any(each.subject == "megatron-core" and each.severity in ("ok", "warning") for each in findings):
+        findings += ask_contracts()
+        findings += [] if known.world else ask_faults(config.facts)  # not while the job's other ranks wait
     if known.world:
-        found += ask_world(sizes, of_host)
+        findings += ask_world(sizes, of_host)
     if first:
-        print(json.dumps([asdict(each) for each in found], indent=1) if known.json else as_text(found))
-    return exit_status(found)
+        print(json.dumps([asdict(each) for each in findings], indent=1) if known.json else as_text(findings))
+    return exit_status(findings)

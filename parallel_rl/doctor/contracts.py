@@ -25,13 +25,13 @@ def ask_contracts() -> list[Finding]:
 
 
 def _rank(rank: int) -> dict[str, object]:
-    found: dict[str, object] = {}
+    answers: dict[str, object] = {}
     for name, (ask, _) in _CASES.items():
         try:
-            found[name] = ask(rank)
+            answers[name] = ask(rank)
         except Exception as error:  # another version's signature
-            found[name] = f"{type(error).__name__}: {error}"
-    return found
+            answers[name] = f"{type(error).__name__}: {error}"
+    return answers
 
 
 def _groups(rank: int) -> object:

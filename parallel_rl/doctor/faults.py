@@ -104,7 +104,7 @@ def _on_rank(rank: int, work: Callable[[], float]) -> float:
 
 
 def _step(provider: str, config: str, layout: StepLayout, *, callback: bool = False, forward: bool = False) -> Compared:
-    """Run one layout of a script's step beside one process."""
+    """Compare one layout of a script's step with one process."""
     from parallel_rl.doctor import fault_steps
     from parallel_rl.testing.whole_step.ranks import PoolRanks
     from parallel_rl.testing.whole_step.subject import StepSubject

@@ -34,9 +34,9 @@ def as_text(findings: Sequence[Finding]) -> str:
              uninstall it
     """
     lines = []
-    for found in findings:
-        lines.append(f"{_SIGNS[found.severity]}  {found.subject}: {found.text}")
-        lines += [f"         {found.advice}"] if found.advice else []
+    for finding in findings:
+        lines.append(f"{_SIGNS[finding.severity]}  {finding.subject}: {finding.text}")
+        lines += [f"         {finding.advice}"] if finding.advice else []
     return "\n".join(lines)
 
 
@@ -46,4 +46,4 @@ def exit_status(findings: Sequence[Finding]) -> int:
     >>> exit_status([Finding("torch", "warning", "old")])
     0
     """
-    return int(any(found.severity == "error" for found in findings))
+    return int(any(finding.severity == "error" for finding in findings))

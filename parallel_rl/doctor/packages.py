@@ -117,21 +117,21 @@ def _backends() -> Finding:
 
 
 def _megatron() -> Finding:
-    found = _version("megatron-core")
-    if found is None:
+    installed = _version("megatron-core")
+    if installed is None:
         return Finding(
             "megatron-core",
             "note",
             "not installed",
             "the losses need none; the trainer does: megatron-core>=0.15,<0.20",
         )
-    if _numbers(found) < _LEAST_MEGATRON:
-        return Finding("megatron-core", "error", found, "parallel_rl.megatron needs 0.15 or newer")
-    if _numbers(found) >= _NEXT_MEGATRON:
+    if _numbers(installed) < _LEAST_MEGATRON:
+        return Finding("megatron-core", "error", installed, "parallel_rl.megatron needs 0.15 or newer")
+    if _numbers(installed) >= _NEXT_MEGATRON:
         return Finding(
-            "megatron-core", "warning", found, "newer than 0.19, the newest that parallel_rl has been run with"
+            "megatron-core", "warning", installed, "newer than 0.19, the newest that parallel_rl has been run with"
         )
-    return Finding("megatron-core", "ok", found)
+    return Finding("megatron-core", "ok", installed)
 
 
 def _transformer_engine() -> Finding:
@@ -158,14 +158,14 @@ def _apex() -> Finding:
 
 
 def _triton() -> Finding:
-    found = _version("triton")
-    if found is None:
+    installed = _version("triton")
+    if installed is None:
         return Finding(
             "triton", "warning" if torch.cuda.is_available() else "note", "not installed: statistics by plain PyTorch"
         )
     if torch.cuda.is_available() and COMPILER is None:
-        text = f"{found}, but no C compiler (CC, gcc, clang)"
+        text = f"{installed}, but no C compiler (CC, gcc, clang)"
         return Finding(
             "triton", "warning", text, "its launchers cannot be built: install gcc, or statistics run in plain PyTorch"
         )
-    return Finding("triton", "ok", found)
+    return Finding("triton", "ok", installed)

@@ -17,13 +17,8 @@ _DEFAULT = "29500"  # torchrun's
 def ask_ports(urls: Sequence[str], environment: Mapping[str, str] = os.environ) -> Iterator[Finding]:
     """Check that the rendezvous answers in a job, or is free before one, and that servers answer.
 
-    The servers are those of the config.
-
     >>> [found.severity for found in ask_ports(["http://127.0.0.1:9"], {"MASTER_PORT": "0"})]
     ['error', 'warning']
-
-    Args:
-        urls: of rollout and reward servers.
     """
     host, port = environment.get("MASTER_ADDR", "127.0.0.1"), environment.get("MASTER_PORT", _DEFAULT)
     if not (port.isdecimal() and 0 < int(port) < 65536):

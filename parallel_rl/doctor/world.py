@@ -41,21 +41,14 @@ class Sizes(NamedTuple):
             raise ValueError(f"{world} ranks cannot be laid out as {text}: sizes of at least 1 must divide them")
         ranks = torch.arange(world).view(self.pipeline, rest, self.context, self.tensor)
         names = ("pipeline", "data", "context", "tensor")
-        found = {name: ranks.movedim(at, -1).flatten(0, -2).tolist() for at, name in enumerate(names)}
-        return {name: found[name] for name in reversed(names) if len(found[name][0]) > 1}
+        groups = {name: ranks.movedim(at, -1).flatten(0, -2).tolist() for at, name in enumerate(names)}
+        return {name: groups[name] for name in reversed(names) if len(groups[name][0]) > 1}
 
 
 def ask_groups(sizes: Sizes, hosts: Sequence[str], device: torch.device, timeout: float) -> Iterator[Finding]:
-    """Time the groups of a kind at once, as a step uses them; what is told is the slowest rank's.
+    """Time the groups of a kind at once, as a step uses them; yield the slowest rank's numbers.
 
-    Args:
-        sizes: of the layout.
-        hosts: of each rank.
-        device: where the ranks communicate.
-        timeout: seconds of a collective.
-
-    Raises:
-        ValueError: sizes that do not divide the world.
+    ValueError for sizes that do not divide the world.
     """
     for name, lists in sizes.groups(dist.get_world_size()).items():
         mine = None
@@ -124,11 +117,7 @@ _TIMEOUT = 120.0  # seconds of a collective
 
 
 def ask_world(sizes: Sizes, of_host: Sequence[Finding] = ()) -> Iterator[Finding]:
-    """Join the job's ranks and probe them, and each group of a layout; every rank yields what all found.
-
-    Args:
-        sizes: of the layout.
-        of_host: what this rank has found on its host.
+    """Join the job's ranks and probe them and each group of a layout; yield findings of all ranks.
 
     Raises:
         ValueError: sizes that do not divide the world; no job: neither torchrun nor srun with torch's variables started this
@@ -166,8 +155,8 @@ def _elsewhere(hosts: Sequence[str], of_host: Sequence[Finding]) -> Iterator[Fin
     every: list[Sequence[Finding]] = [()] * len(hosts)
     dist.all_gather_object(every, of_host)
     where: dict[Finding, list[str]] = {}
-    for host, found in zip(hosts, every, strict=True):
-        for each in found:
+    for host, findings in zip(hosts, every, strict=True):
+        for each in findings:
             where.setdefault(each, []).append(host)
     for each, there in where.items():
         if each not in every[0]:

@@ -36,9 +36,6 @@ class AdaptiveKLController(FixedKLController):
         value: initial, above 0.
         target: of the KL, above 0.
         horizon: in the unit of `n_steps`, above 0; `n_steps` ≥ 5·horizon could flip the sign and is refused.
-
-    Raises:
-        ValueError: an argument out of its bounds.
     """
 
     def __init__(self, value: float, target: float, horizon: float) -> None:

@@ -20,8 +20,8 @@ def equal(completion: str, answer: str) -> bool:
     wanted = answer.rsplit("####", 1)[-1].strip()
     wanted = wanted if "\\boxed" in wanted else f"\\boxed{{{wanted.strip('$')}}}"
     # math-verify's timeouts use SIGALRM, and do not interrupt a long product of integers
-    gold, given = parse(wanted, parsing_timeout=None), parse(completion, parsing_timeout=None)
-    return bool(verify(gold, given, timeout_seconds=None))
+    gold, predicted = parse(wanted, parsing_timeout=None), parse(completion, parsing_timeout=None)
+    return bool(verify(gold, predicted, timeout_seconds=None))
 
 
 def main() -> None:

@@ -53,7 +53,7 @@ def ask_models(samples: Experience, models: Models, kl_estimator: KLType | None)
         ValueError: a field of another shape, or a KL without log-probs of the policy.
     """
     fields = {} if samples.generation_logprobs is None else {"prev_logprobs": samples.generation_logprobs}
-    asked = {
+    by_name = {
         "prev_logprobs": models.policy_logprobs,
         _WHOLE: models.untruncated_logprobs,
         "reference_policy_logprobs": models.reference_logprobs,
@@ -61,7 +61,7 @@ def ask_models(samples: Experience, models: Models, kl_estimator: KLType | None)
         **models.others,
     }
     wide = samples.input_ids.shape
-    for name, model in asked.items():
+    for name, model in by_name.items():
         if model is not None:
             fields[name] = model(samples)
             if fields[name].shape[:2] not in (wide, wide[:1]):

@@ -96,8 +96,8 @@ class Samples:
 
     def tensors(self) -> dict[str, Tensor]:
         """Return every tensor by name."""
-        own = {spec.name: getattr(self, spec.name) for spec in dataclasses.fields(self)}
-        return {**{name: value for name, value in own.items() if isinstance(value, Tensor)}, **self.others}
+        fields = {spec.name: getattr(self, spec.name) for spec in dataclasses.fields(self)}
+        return {**{name: value for name, value in fields.items() if isinstance(value, Tensor)}, **self.others}
 
     def data(self) -> dict[str, Tensor]:
         """Return the losses' `data`: whole padded tensors by name; ValueError for packed sequences."""
@@ -107,8 +107,8 @@ class Samples:
 
     def with_fields(self: SamplesT, **fields: Tensor) -> SamplesT:
         """Set or replace fields; names other than attributes go to `others`."""
-        own = {spec.name for spec in dataclasses.fields(self)}
-        others = {**self.others, **{name: fields.pop(name) for name in [*fields] if name not in own}}
+        names = {spec.name for spec in dataclasses.fields(self)}
+        others = {**self.others, **{name: fields.pop(name) for name in [*fields] if name not in names}}
         return dataclasses.replace(self, **fields, others=others)  # type: ignore[arg-type]
 
     def to_device(self: SamplesT, device: torch.device | str, *, non_blocking: bool = False) -> SamplesT:
@@ -134,11 +134,7 @@ class Samples:
         return self._rebuild(take, picked.tolist())
 
     def split(self: SamplesT, size: int | Sequence[int]) -> list[SamplesT]:
-        """Split in order into parts of `size` sequences, the last maybe fewer, or by a list of sizes.
-
-        Raises:
-            ValueError: `size` below 1, or a list that does not add up to the number of sequences.
-        """
+        """Split in order into parts of `size` sequences, or by sizes; ValueError if they do not add up."""
         if isinstance(size, int):
             if size < 1:
                 raise ValueError(f"size = {size} must be at least 1")
@@ -282,8 +278,10 @@ def padded_samples(
     """
     if len(prompts) != len(responses):
         raise ValueError(f"{len(prompts)} prompts and {len(responses)} responses; their numbers must be equal")
-    for name, given in (("logprobs", logprobs), ("masks", masks)):
-        if given is not None and any(x is not None and len(x) != len(r) for x, r in zip(given, responses, strict=True)):
+    for name, values in (("logprobs", logprobs), ("masks", masks)):
+        if values is not None and any(
+            x is not None and len(x) != len(r) for x, r in zip(values, responses, strict=True)
+        ):
             raise ValueError(f"{name} must be one number per token of the responses")
     lengths = torch.tensor([len(p) + len(r) for p, r in zip(prompts, responses, strict=True)], dtype=torch.int64)
     shape = len(prompts), int(lengths.max()) if len(prompts) else 0

@@ -120,7 +120,7 @@ class RewardShaping:
 
 
 def clip_filter_like_weight(rewards: Tensor, clip: float = 3.0, lamda: float = 1.0) -> Tensor:
-    """Return weights min(P/P', clip) of the P' prompts with unequal rewards, and `lamda` for the others.
+    """Return weights [P, n]: min(P/P', clip) of the P' prompts with unequal rewards, `lamda` for others.
 
     >>> clip_filter_like_weight(torch.tensor([[1.0, 0.0], [1.0, 1.0]]))
     tensor([[2., 2.],
@@ -130,9 +130,6 @@ def clip_filter_like_weight(rewards: Tensor, clip: float = 3.0, lamda: float = 1
         rewards: [P, n], one prompt a row.
         clip: the largest weight.
         lamda: the weight of rows with equal rewards; if all are equal, every weight is 1.
-
-    Returns:
-        [P, n].
 
     Raises:
         ValueError: not [P, n] floats, or `clip` below 1.

@@ -75,9 +75,7 @@ def histogram(
     x_label: str,
     bounds: Sequence[tuple[float, float]] = (),
 ) -> str:
-    """Draw histograms on log axes, one over the other.
-
-    The tails beyond the edges are bars of their own at both ends.
+    """Draw histograms on log axes, one over the other; tails beyond the edges are bars at both ends.
 
     Args:
         key: of its ids.

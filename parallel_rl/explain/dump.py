@@ -35,7 +35,7 @@ PIECE = "piece_{:05d}_of_{:05d}.npz"
 
 @dataclass(frozen=True)
 class StepInfo:
-    """Title and texts that a step's reader sees beside its numbers.
+    """Title and texts that a step's reader sees.
 
     >>> StepInfo("rl step 3", text_of_token=lambda token: "abc"[token]).text_of_token(1)
     'b'
@@ -61,12 +61,9 @@ def dump_step(
 ) -> Iterator[LossFunction]:
     """Yield a loss that replaces `loss_fn` in one optimizer step and records the step in `path`.
 
-    The file is complete at the end of the block.
-
-    The loss gives the same numbers, and beside them looks at what was read of each token, runs its own computation on it once
-    more and takes the gradient with respect to it. It costs that, a copy to the host a micro-batch, and one all-reduce over
-    context ranks. Every data rank writes its own tokens, whole sequences, through its first tensor and context rank; a file
-    appears whole or not at all.
+    The loss gives the same numbers. It also runs its own computation once more on the tokens and takes the gradient by
+    them. That costs a copy to the host a micro-batch and one all-reduce over context ranks. Every data rank writes its own
+    sequences, through its first tensor and context rank; a file appears whole, at the end of the block, or not at all.
 
     >>> import tempfile, torch
     >>> from parallel_rl import NLLLoss, count_valid
@@ -167,11 +164,11 @@ def _lengths(call: LossCall, batch: TokenBatch) -> Tensor:
     masked = data["token_mask"].bool() | valid_tokens(data, batch.local.requirements.shift) | batch.local.valid
     column = torch.arange(1, layout.shape[1] + 1, device=masked.device)
     last = torch.where(masked, column, 0).amax(1) if layout.shape[1] else masked.sum(1)
-    given = data.get("lengths")
-    if given is None or given.shape != last.shape:
-        given = last if call.packed_sequences is None else layout.lengths
+    lengths = data.get("lengths")
+    if lengths is None or lengths.shape != last.shape:
+        lengths = last if call.packed_sequences is None else layout.lengths
     empty = (last == 0) & ~data["sample_mask"].bool()
-    return torch.where(empty, 0, given.to(last)).clamp(max=layout.shape[1])
+    return torch.where(empty, 0, lengths.to(last)).clamp(max=layout.shape[1])
 
 
 def _fields(data: Mapping[str, Tensor], shape: tuple[int, int]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:

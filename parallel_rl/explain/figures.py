@@ -12,11 +12,11 @@ from parallel_rl.explain.read import Step
 
 
 def ratio(sides: Sides) -> Section | None:
-    found = [measures.log_ratio(step) for step in sides.steps]
-    if any(one is None for one in found):
+    ratios = [measures.log_ratio(step) for step in sides.steps]
+    if any(one is None for one in ratios):
         return None
-    logs = [one[0] for one in found if one is not None]
-    in_loss = all(one[1] for one in found if one is not None)
+    logs = [one[0] for one in ratios if one is not None]
+    in_loss = all(one[1] for one in ratios if one is not None)
     edges = measures.log_edges(np.concatenate(logs))
     parts = [measures.log_histogram(x, edges) for x in logs]
     facts = [_of_ratio(x) for x in logs]
@@ -98,7 +98,7 @@ def clip(sides: Sides) -> Section | None:
         for one in of_steps
     ]
     says = (
-        "Below and above: outside of the range, whatever the advantage. Held back: those of them that the advantage would "
+        "Below and above: outside of the clip's range. Held back: tokens outside of it that the advantage would "
         "drive further out, so that the surrogate gives them no gradient."
     )
     svg = charts.bars("clip", shown, values, sides.labels, "share of the tokens of that sign")
@@ -108,13 +108,13 @@ def clip(sides: Sides) -> Section | None:
 
 def mismatch(sides: Sides) -> Section | None:
     logs = [measures.log_mismatch(step) for step in sides.steps]
-    found = [x for x in logs if x is not None]
-    if len(found) < len(logs):
+    both = [x for x in logs if x is not None]
+    if len(both) < len(logs):
         return None
-    edges = measures.log_edges(np.concatenate(found))
-    parts = [measures.log_histogram(x, edges) for x in found]
+    edges = measures.log_edges(np.concatenate(both))
+    parts = [measures.log_histogram(x, edges) for x in both]
     facts: list[dict[str, Cell]] = []
-    for step, x in zip(sides.steps, found, strict=True):
+    for step, x in zip(sides.steps, both, strict=True):
         rows = measures.by_sequence(step, x)
         effective, of_rows = measures.effective_size(x), measures.effective_size(rows)
         facts.append({
@@ -135,8 +135,8 @@ def sections(sides: Sides) -> list[Section]:
     """Return every section that the steps have numbers for."""
     of_ratios = (ratio, clip, mismatch)
     makers = (_summary, _parts, *of_ratios[:2], _positions, _reasons, of_ratios[2], _logged)
-    made = (make(sides) for make in makers)
-    return [one for one in made if one is not None]
+    drawn = (make(sides) for make in makers)
+    return [one for one in drawn if one is not None]
 
 
 def _summary(sides: Sides) -> Section:
@@ -198,10 +198,10 @@ def _positions(sides: Sides) -> Section | None:
     middles, panels = (edges[:-1] + edges[1:] - 1) / 2, {}
     means: dict[str, list[np.ndarray]] = {}
     for name in names:
-        found = [
+        curves = [
             measures.means_by_position(place, one[name], edges) for place, one in zip(places, of_steps, strict=True)
         ]
-        panels[name], means[name] = [(middles, mean) for mean, _ in found], [mean for mean, _ in found]
+        panels[name], means[name] = [(middles, mean) for mean, _ in curves], [mean for mean, _ in curves]
     counts = [measures.means_by_position(place, np.zeros(len(place)), edges)[1] for place in places]
     rows: list[tuple[Cell, ...]] = []
     for index in range(len(edges) - 1):

@@ -115,18 +115,18 @@ def positions(step: Step) -> np.ndarray:
 
 def of_position(step: Step) -> dict[str, np.ndarray]:
     """[T scored] each of the numbers that are shown by position."""
-    found: dict[str, np.ndarray] = {}
+    curves: dict[str, np.ndarray] = {}
     if "entropy" in step.tokens:
-        found["entropy"] = _of(step, "entropy")
+        curves["entropy"] = _of(step, "entropy")
     kl = step.value("kl")
     if kl is not None:
-        found["KL in the loss"] = kl[step.scored].astype(np.float64)
+        curves["KL in the loss"] = kl[step.scored].astype(np.float64)
     elif "reference_policy_logprobs" in step.tokens and "logprobs" in step.tokens:
         logprobs, reference = (torch.from_numpy(_of(step, name)) for name in ("logprobs", "reference_policy_logprobs"))
-        found["KL to the reference (k3)"] = kl_estimate(logprobs, reference, "k3").numpy()
+        curves["KL to the reference (k3)"] = kl_estimate(logprobs, reference, "k3").numpy()
     if "prev_logprobs" in step.tokens and "logprobs" in step.tokens:
-        found["log π_prev − log π"] = _of(step, "prev_logprobs") - _of(step, "logprobs")
-    return found
+        curves["log π_prev − log π"] = _of(step, "prev_logprobs") - _of(step, "logprobs")
+    return curves
 
 
 def position_bins(longest: int) -> np.ndarray:
@@ -178,17 +178,17 @@ def reasons(step: Step) -> list[Reason]:
     Every token is in `first` of one row.
     """
     tokens, scored = step.tokens, step.scored
-    own, sample = tokens["token_mask"].astype(bool), step.sequences["sample_mask"].astype(bool)[step.row]
+    response_tokens, sample = tokens["token_mask"].astype(bool), step.sequences["sample_mask"].astype(bool)[step.row]
     start = np.full(len(step.lengths), np.iinfo(np.int64).max)
-    np.minimum.at(start, step.row[own], step.column[own])
+    np.minimum.at(start, step.row[response_tokens], step.column[response_tokens])
     response = step.column > start[step.row]
     flags = [name for name in tokens if name.startswith("held/") and not name.endswith(_OF_RANGE)]
     dropped = [name for name in flags if name.endswith("not_kept")]
-    rest = np.ones(len(own), bool)
+    rest = np.ones(len(response_tokens), bool)
     causes = [
         ("the first token, which nothing predicts", (step.column == 0) & bool(step.meta["shift"])),
-        ("token_mask 0, before the response: the prompt", ~own & ~response & ~scored),
-        ("token_mask 0, after the response's first token", ~own & response & ~scored),
+        ("token_mask 0, before the response: the prompt", ~response_tokens & ~response & ~scored),
+        ("token_mask 0, after the response's first token", ~response_tokens & response & ~scored),
         ("sample_mask 0: the whole sample is left out", ~sample & ~scored),
         *((_words(name), tokens[name]) for name in dropped),
         (NOT_OWN, ~scored),
@@ -196,17 +196,19 @@ def reasons(step: Step) -> list[Reason]:
         (NO_GRADIENT, tokens["gradient"] == 0 if "gradient" in tokens else ~rest),
         (CARRIES, rest),
     ]
-    left, found = rest.copy(), []
+    left, rows = rest.copy(), []
     for words, mask in causes:
         first = mask & left
-        found.append(Reason(words, first, first if words in (NOT_OWN, NO_GRADIENT, CARRIES) else mask))
+        rows.append(Reason(words, first, first if words in (NOT_OWN, NO_GRADIENT, CARRIES) else mask))
         left &= ~mask
-    return found
+    return rows
 
 
 def _words(name: str) -> str:
-    component, _, own = name.removeprefix("held/").rpartition("/")
-    text = f"{REJECTED}{own.removeprefix(_REJECTION)}" if own.startswith(_REJECTION) else _WORDS.get(own, own)
+    component, _, reason = name.removeprefix("held/").rpartition("/")
+    text = (
+        f"{REJECTED}{reason.removeprefix(_REJECTION)}" if reason.startswith(_REJECTION) else _WORDS.get(reason, reason)
+    )
     return (f"{component}: " if component else "") + text
 
 

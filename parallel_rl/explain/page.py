@@ -58,9 +58,9 @@ def choose(step: Step, most: int) -> dict[int, str]:
     chosen: dict[int, str] = {}
     if most >= len(step.lengths):
         return {int(row): "" for row in np.arange(len(step.lengths))}
-    found, logs = measures.log_ratio(step), np.zeros(len(step.row))
-    if found is not None:
-        logs[step.scored] = np.abs(found[0])
+    ratio, logs = measures.log_ratio(step), np.zeros(len(step.row))
+    if ratio is not None:
+        logs[step.scored] = np.abs(ratio[0])
     clipped = [x for name, x in step.tokens.items() if name.startswith("held/") and name.endswith("clipped")]
     held = np.bincount(step.row, np.logical_or.reduce(clipped), minlength=len(step.lengths)) if clipped else pull * 0
     extreme = int(step.row[int(logs.argmax())])

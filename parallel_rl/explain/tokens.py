@@ -57,7 +57,9 @@ def observe(loss_fn: LossFn, batch: TokenBatch, loss: Tensor) -> Observed:
     columns |= {name: leaf for name, leaf in leaves.items() if name != "untruncated"}
     columns |= {name: x for name, x in of_loss.items() if "/" not in name}
     if len(of_parts) > 1:
-        columns |= {f"gradient/{part}": found["gradient"] for part, found in of_parts.items() if "gradient" in found}
+        columns |= {
+            f"gradient/{part}": gradients["gradient"] for part, gradients in of_parts.items() if "gradient" in gradients
+        }
     columns |= {f"held/{name}": x for name, x in account.held.items()}
     columns |= {f"value/{name}": x for name, x in account.values.items()}
     if local.dropped is not None:
@@ -86,12 +88,12 @@ def _as_leaves(output: ModelOutput) -> tuple[ModelOutput, dict[str, Tensor]]:
             leaves[name] = x.requires_grad_()
         return x
 
-    def stats(found: TokenStats | None, name: str) -> TokenStats | None:
-        if found is None:
+    def stats(statistics: TokenStats | None, name: str) -> TokenStats | None:
+        if statistics is None:
             return None
-        entropy = None if found.entropy is None else leaf(f"{name}entropy", found.entropy)
-        logprobs = leaf(f"{name}logprobs" if name != "untruncated" else name, found.logprobs)
-        return found._replace(logprobs=logprobs, entropy=entropy, lse=found.lse.detach())
+        entropy = None if statistics.entropy is None else leaf(f"{name}entropy", statistics.entropy)
+        logprobs = leaf(f"{name}logprobs" if name != "untruncated" else name, statistics.logprobs)
+        return statistics._replace(logprobs=logprobs, entropy=entropy, lse=statistics.lse.detach())
 
     def of(output: ModelOutput, prefix: str) -> ModelOutput:
         return ModelOutput(
@@ -109,17 +111,17 @@ def _gradients(value: Tensor, leaves: Mapping[str, Tensor]) -> dict[str, Tensor]
 
     "gradient" is of the log-probs, or of a head; "entropy_gradient"; "NAME/gradient" is of what a component read by itself.
     """
-    found: dict[str, Tensor | None] = dict.fromkeys(leaves)
+    by_name: dict[str, Tensor | None] = dict.fromkeys(leaves)
     if value.requires_grad:
         grads = torch.autograd.grad(value, list(leaves.values()), allow_unused=True, retain_graph=True)
-        found = dict(zip(leaves, grads, strict=True))
-    given = {name: torch.zeros_like(leaf) if found[name] is None else found[name] for name, leaf in leaves.items()}
+        by_name = dict(zip(leaves, grads, strict=True))
+    dense = {name: torch.zeros_like(leaf) if by_name[name] is None else by_name[name] for name, leaf in leaves.items()}
     gradients: dict[str, Tensor] = {}
-    for name, grad in given.items():
+    for name, grad in dense.items():
         assert grad is not None
-        prefix, _, own = name.rpartition("/")
+        prefix, _, leaf_name = name.rpartition("/")
         prefix = f"{prefix}/" if prefix else ""
-        target = f"{prefix}entropy_gradient" if own == "entropy" else f"{prefix}gradient"
+        target = f"{prefix}entropy_gradient" if leaf_name == "entropy" else f"{prefix}gradient"
         if target not in gradients:
             gradients[target] = grad
         elif gradients[target].shape == grad.shape:  # one token's log-probs under both distributions

@@ -41,7 +41,7 @@ class FunctionLoss:
 
     Attributes:
         call: it may return the loss alone, or the loss and a mapping of metrics, numbers that are summed over ranks.
-        fields: of the data, beside input_ids, token_mask and sample_mask.
+        fields: of the data, in addition to input_ids, token_mask and sample_mask.
         axes: that it can be run on; the call tells nothing of a contiguous context layout, packing and padding columns.
 
     Raises:

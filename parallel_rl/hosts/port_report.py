@@ -142,9 +142,9 @@ class _Account:
                 return Fate("yours", fate.ours, NEEDED)
             lost = fate.kind == "carried" and not holds(self.ours, fate.ours)
             return Fate("equal", fate.ours, "our default") if lost else fate
-        found, alias = self.table.find(path), self._alias(path)
-        if found is not None:
-            return self._of_table(*found, value)
+        row, alias = self.table.find(path), self._alias(path)
+        if row is not None:
+            return self._of_table(*row, value)
         if alias is not None:
             other = _at(self.config, alias[0])
             if other == value:

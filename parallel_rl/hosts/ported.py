@@ -211,8 +211,8 @@ def layout_of(section: Reader, names: Mapping[str, str] = MEGATRON_SIZES) -> Tre
     >>> layout_of(Reader("megatron", {"tensor_model_parallel_size": 2, "sequence_parallel": True}, {}))
     {'tensor': 2, 'sequence_parallel': True}
     """
-    given = {name: section.get(key, ours=f"parallel.{name}") for name, key in names.items()}
-    sizes = {name: size for name, size in given.items() if isinstance(size, int)}
+    values = {name: section.get(key, ours=f"parallel.{name}") for name, key in names.items()}
+    sizes = {name: size for name, size in values.items() if isinstance(size, int)}
     of_experts = section.get("expert_tensor_parallel_size", ours="parallel.expert_tensor")
     layout: Tree = {name: sizes[name] for name in ("tensor", "context", "pipeline") if name in sizes}
     if sizes.get("expert", 1) > 1:  # files of models without experts have both sizes as well
@@ -245,14 +245,14 @@ def optimizer(section: Reader, ours: str, names: Mapping[str, str]) -> Tree:
     >>> optimizer(Reader("optim", {"lr": "1e-6", "clip_grad": 0.0}, {}), "rl.optimizer", {"lr": "lr", "clip": "clip_grad"})
     {'lr': 1e-06, 'clip': None}
     """
-    made: Tree = {}
+    numbers: Tree = {}
     for key, theirs in names.items():
         value = number(section.get(theirs, ours=f"{ours}.{key}"))
         if key == "clip" and theirs in section.section:
-            made[key] = value or None  # 0 is off in both frameworks
+            numbers[key] = value or None  # 0 is off in both frameworks
         elif value is not None:
-            made[key] = value
-    return made if made.get("lr") else {}
+            numbers[key] = value
+    return numbers if numbers.get("lr") else {}
 
 
 def cosine(least: float, rate: object) -> Tree:

@@ -97,8 +97,8 @@ def policy_loss(loss_fn: LossFn) -> Callable[..., tuple[Tensor, dict[str, float]
         check_settings("SkyRL", loss_fn, config, _OF_SURROGATES.get(name_of, _CLIPS))
         _check_correction(config)
         mask = torch.ones_like(log_probs, dtype=torch.int64) if loss_mask is None else loss_mask
-        given = {"advantages": advantages, "prev_logprobs": old_log_probs, "generation_logprobs": rollout_logprobs}
-        fields = {field: x for field, x in given.items() if field in loss_fn.requirements.names and x is not None}
+        values = {"advantages": advantages, "prev_logprobs": old_log_probs, "generation_logprobs": rollout_logprobs}
+        fields = {field: x for field, x in values.items() if field in loss_fn.requirements.names and x is not None}
         lacking = [field for field in loss_fn.requirements.names if field not in fields]
         if lacking:
             raise ValueError(f"{name} reads {', '.join(lacking)}, which this step of SkyRL does not have")

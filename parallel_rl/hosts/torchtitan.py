@@ -82,12 +82,12 @@ class HostLoss:
                     f"{name} has shape {list(x.shape)}, labels {list(labels.shape)}; they must be [T] alike"
                 )
         keep = (loss_mask != 0) & generator_logprobs.isfinite()
-        given = {
+        values = {
             "advantages": advantages,
             "prev_logprobs": generator_logprobs,
             "generation_logprobs": generator_logprobs,
         }
-        data = {name: given[name][None] for name in self.loss_fn.requirements.names}
+        data = {name: values[name][None] for name in self.loss_fn.requirements.names}
         data |= {"shift_labels": labels[None], "token_mask": keep[None], "sample_mask": keep.new_ones(1)}
         tokens = torch.as_tensor(1 if global_valid_tokens is None else global_valid_tokens, device=labels.device)
         loss, metrics = self.loss_fn(

@@ -80,8 +80,8 @@ class DPOLossMixin:
             },
             "reverse_kl without length desensitization, weighting and outputs",
         )
-        own = {"completion_mask", "ref_chosen_logps", "ref_rejected_logps"}
-        kwargs = {name: x for name, x in inputs.items() if name not in own} | {"use_cache": False}
+        fields_of_loss = {"completion_mask", "ref_chosen_logps", "ref_rejected_logps"}
+        kwargs = {name: x for name, x in inputs.items() if name not in fields_of_loss} | {"use_cache": False}
         if trainer.aux_loss_enabled:
             kwargs["output_router_logits"] = True
         mask = inputs["completion_mask"][:, 1:]

@@ -65,11 +65,7 @@ class LossConfig:
         consume_logits: bool = False,
         truncation: Truncation = KEEP_ALL,
     ) -> LossFn:
-        """Build the loss on logits [.., V/tp], or on a scalar head, which has no vocabulary.
-
-        Raises:
-            ValueError: options that do not fit; a truncation with a loss that does not score the sampler's policy.
-        """
+        """Build the loss on logits or a scalar head; ValueError for options or a truncation that do not fit."""
         cls = self.loss_class
         if cls is _Unseen:
             return cls()

@@ -259,8 +259,8 @@ class ClippedPGLossFn(PolicyLoss[ClippedPGLossConfig]):
         metrics |= token_ranges(batch, {"probs_ratio": ratio, "probs_ratio_clamped": clipped})
         if sampled and self.policy.importance is None:  # reported although not applied
             plain = ImportanceConfig("sequence-sum" if cfg.sequence_level_importance_ratios else "token")
-            given = prev if cfg.force_on_policy_ratio else batch.recorded("prev_logprobs")
-            metrics |= importance_weight(batch, given, plain)[1]
+            recorded = prev if cfg.force_on_policy_ratio else batch.recorded("prev_logprobs")
+            metrics |= importance_weight(batch, recorded, plain)[1]
         return metrics | {"num_valid_samples": count_true(batch, batch.sequence_mask)}
 
     def _against_sampler(self, prev: Tensor, generation: Tensor, logprobs: Tensor) -> dict[str, Tensor]:

@@ -51,11 +51,11 @@ class ComponentConfig:
             raise ValueError(f"loss.name = {self.loss.name!r} reads a scalar head; a component reads logits")
         needs = self.loss.requirements
         read = [each.name for each in (*needs.fields, *needs.optional)]
-        for own in self.fields:
-            if own not in read and not self.loss.unseen:
+        for target in self.fields:
+            if target not in read and not self.loss.unseen:
                 raise ValueError(
-                    f"fields.{own} = {self.fields[own]!r} has no effect: loss.name = {self.loss.name!r} does not read {own!r}; "
-                    + nearest(own, read)
+                    f"fields.{target} = {self.fields[target]!r} has no effect: loss.name = {self.loss.name!r} does not read "
+                    f"{target!r}; {nearest(target, read)}"
                 )
 
     @property
@@ -141,11 +141,11 @@ class ComponentsLossFn(ComponentsLoss[ComponentsLossConfig]):
         return {**({"steps": self._steps} if self._schedules else {}), **super().state_dict()}
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
-        own = {"steps"} if self._schedules else set()
-        if not own <= set(state):
+        keys = {"steps"} if self._schedules else set()
+        if not keys <= set(state):
             raise ValueError(f"the state of scheduled coefficients has 'steps', got {dict(state)}")
-        super().load_state_dict({name: x for name, x in state.items() if name not in own})
-        if own:
+        super().load_state_dict({name: x for name, x in state.items() if name not in keys})
+        if keys:
             self._steps = checked_steps(state["steps"])
 
     def own_metrics(self, loss: Tensor) -> dict[str, Metric]:

@@ -34,9 +34,7 @@ if TYPE_CHECKING:
 def check_temperature(teacher_temperature: float | None) -> None:
     """Raise ValueError for a teacher temperature that is not positive; None is the student's."""
     if teacher_temperature is not None and not teacher_temperature > 0:
-        raise ValueError(
-            f"teacher_temperature = {teacher_temperature} must be positive, or None for that of the student"
-        )
+        raise ValueError(f"teacher_temperature = {teacher_temperature} must be positive, or None for the student's")
 
 
 @dataclass(frozen=True)
@@ -45,7 +43,7 @@ class FullDistillationLossConfig:
 
     divergence: forward_kl, reverse_kl, jsd (beta; GKD), skew_forward_kl, skew_reverse_kl (alpha), cross_entropy or
         finite_cross_entropy, see `parallel_rl.functional.distillation`.
-    teacher_temperature: of the teacher's softmax; None: the loss's `temperature`, which is the student's.
+    teacher_temperature: divides the teacher's logits; None: the student's, `temperature` of the loss.
     squared_temperature: multiply by the student's temperature², so that gradients do not shrink with it.
     aggregation, max_length: how tokens are averaged, see `parallel_rl.counts.token_weights`.
     token_weights: multiply each token by data["token_weights"] [B, S] ≥ 0 (0 masks), and divide by the number of tokens with
@@ -104,8 +102,8 @@ class FullDistillationLossFn(RowLoss[FullDistillationLossConfig]):
         return mean_of_values(batch, self.config.aggregation, self.config.max_length)
 
     def check_rows(self, logits: Tensor, data: Mapping[str, Tensor], tensor_group: ProcessGroup | None) -> None:
-        teacher, own = data[TEACHER].shape, self._columns(logits.shape[-1], tensor_group)
-        if len(teacher) != 3 or self._columns(teacher[-1], tensor_group) != own:
+        teacher, columns = data[TEACHER].shape, self._columns(logits.shape[-1], tensor_group)
+        if len(teacher) != 3 or self._columns(teacher[-1], tensor_group) != columns:
             raise ValueError(
                 f"teacher_logits has shape {list(teacher)}; it must be that of the student's logits, {list(logits.shape)}"
             )
@@ -143,7 +141,7 @@ class DistillationLossConfig:
         teacher's top-k ids of a token and S the student's k largest logits: teacher_mass = Σ_{v∈T} p_v and student_mass =
         Σ_{v∈T} q_v over the whole vocabulary, overlap = |T ∩ S| / k. Reads teacher_logsumexp.
     topk_alignment: "token" stores the teacher's distribution of token t at t, "predictor" at t − 1 (NeMo-RL's data).
-    teacher_temperature: of the teacher's softmax; None: the loss's `temperature`, which is the student's.
+    teacher_temperature: divides the teacher's logits; None: the student's, `temperature` of the loss.
     aggregation, max_length: how tokens are averaged, see `parallel_rl.counts.token_weights`.
     token_weights: multiply each token by data["token_weights"] [B, S] ≥ 0 (0 masks), and divide by the number of tokens with
         a weight ("count") or by the sum of the weights ("sum"), see `parallel_rl.losses.core.token_weights`; None: off.
@@ -270,9 +268,9 @@ class DistillationLossFn(RowLoss[DistillationLossConfig]):
         ids, logits, shard = rows.field("teacher_topk_indices"), rows.logits.detach(), rows.shard
         log_q, _ = column_log_probs(logits, ids, rows.mask, replace(shard, consume_logits=False))
         log_p = teacher - rows.field("teacher_logsumexp").to(teacher.dtype)[:, None]
-        own = top_columns(torch.where(rows.mask[:, None], logits, 0), ids.shape[1], shard)[1].sort(1).values
-        place = torch.searchsorted(own, ids.contiguous()).clamp(max=ids.shape[1] - 1)
-        both = (own.gather(1, place) == ids).to(log_q.dtype)
+        top = top_columns(torch.where(rows.mask[:, None], logits, 0), ids.shape[1], shard)[1].sort(1).values
+        place = torch.searchsorted(top, ids.contiguous()).clamp(max=ids.shape[1] - 1)
+        both = (top.gather(1, place) == ids).to(log_q.dtype)
         return torch.stack([log_p.exp().sum(1).to(log_q.dtype), log_q.exp().sum(1), both.mean(1)], 1)
 
 

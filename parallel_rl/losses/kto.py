@@ -51,7 +51,7 @@ class KTOLossFn(LossFn[KTOLossConfig]):
         L = Σ_rows λ·(1 − σ(±β·(D − z₀))) / N_labelled,    D = Σ_t log π − log π_ref,    z₀ = max(0, mean of D over KL rows)
 
     with + and λ_D for desirable rows, − and λ_U for undesirable ones. z₀ and N_labelled are of the whole optimizer step, so
-    the loss needs `statistics=` of its `collect`. `data` holds, beside the common fields, reference_policy_logprobs [B, S]
+    the loss needs `statistics=` of its `collect`. `data` holds the common fields, reference_policy_logprobs [B, S]
     and preference_labels [B]: +1 desirable, −1 undesirable, 0 a mismatched (prompt i, response j) row, which enters z₀
     only; or bools, True desirable and False undesirable. A side without rows adds nothing; without KL rows z₀ is 0. Sums
     over a response run in float64.

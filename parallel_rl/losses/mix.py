@@ -26,10 +26,7 @@ class MuScheduleConfig:
 
     μ(s) = s/W·peak for s < W;  valley + (peak − valley)·½·(1 + cos(π·(s − W)/D)) for s < W + D;  then valley
 
-    peak: μ after the warm-up.
-    valley: μ at the end.
-    warmup_steps: W.
-    decay_steps: D.
+    peak: μ after the warm-up. valley: μ at the end. warmup_steps: W. decay_steps: D.
     """
 
     peak: float = 0.1

@@ -29,7 +29,7 @@ DESCRIPTIONS: Mapping[str, str] = {
     "probs_ratio": "mean of ρ at the level of the loss; `_min` and `_max` over the step",
     "probs_ratio_clamped": "the same after the clip",
     "approx_kl": "mean of log π_prev − log π: how far the updates of this step have come (verl: ppo_kl)",
-    "clip_fraction_low": "share of tokens below the clip's range, whatever the sign of A",
+    "clip_fraction_low": "share of tokens below the clip's range, for either sign of A",
     "clip_fraction_high": "share of tokens above it",
     "pg_clipfrac": "share of tokens that the clip holds back: those that A drives out of the range (verl's name)",
     "pg_clipfrac_lower": "share of tokens that a dual clip, or DPPO's cap on the ratio, holds back besides",

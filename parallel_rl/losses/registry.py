@@ -55,13 +55,10 @@ def losses() -> Mapping[str, type[LossFn]]:
 
 
 def get_loss(name: str) -> type[LossFn]:
-    """Return the loss registered as `name`.
+    """Return the loss registered as `name`; ValueError with the nearest one for an unknown name.
 
     >>> get_loss("nll").__name__
     'NLLLoss'
-
-    Raises:
-        ValueError: an unknown name, with the nearest one.
     """
     if name not in _LOSSES:
         raise ValueError(not_registered("loss", name, _LOSSES, "register_loss"))
@@ -191,8 +188,11 @@ def register_objective(
                 loss = batch.sequence_sum(values, mask, number)
                 per = "pairs" if level == "pair" else "sequences"
                 metrics = measured_entries(batch, measures, mask, number, per)
-            own = {"loss": Metric("share", loss, per=per), "num_valid_samples": count_true(batch, batch.sequence_mask)}
-            return loss, Metrics({**own, **metrics})
+            defaults = {
+                "loss": Metric("share", loss, per=per),
+                "num_valid_samples": count_true(batch, batch.sequence_mask),
+            }
+            return loss, Metrics({**defaults, **metrics})
 
         fields = [*(Field(each) for each in token_fields), *(Field(each, per="sequence") for each in sequence_fields)]
         needs = Requirements(

@@ -86,7 +86,7 @@ class SelfAttentionCore(MegatronModule):
         attention_bias: Tensor | None = None,
         packed_seq_params: PackedSeqParams | None = None,
     ) -> Tensor:
-        """Compute the attention output of this rank's tokens.
+        """Compute the attention output [S/cp, B, h·d] of this rank's tokens, packed [T/cp, h·d].
 
         Args:
             query: [S/cp, B, h, d], packed [T/cp, h, d].
@@ -96,9 +96,6 @@ class SelfAttentionCore(MegatronModule):
             attn_mask_type: not used, attention is causal.
             attention_bias: not supported.
             packed_seq_params: bounds of the packed sequences; None is padded.
-
-        Returns:
-            [S/cp, B, h·d], packed [T/cp, h·d].
         """
         if attention_bias is not None:
             raise ValueError("attention_bias is not supported by SelfAttentionCore")
@@ -195,6 +192,6 @@ def _block(bounds: tuple[int, ...], context: tuple[int, int, CPLayout], device: 
     ]
     segments = torch.cat([layout.sequence_ids for layout in ranks])
     places = torch.cat([layout.positions for layout in ranks])
-    own = ranks[cp_rank]
-    mask = (own.sequence_ids[:, None] == segments) & (own.positions[:, None] >= places)
+    mine = ranks[cp_rank]
+    mask = (mine.sequence_ids[:, None] == segments) & (mine.positions[:, None] >= places)
     return _Block(start, stop, mask.to(device))

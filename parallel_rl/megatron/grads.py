@@ -194,8 +194,8 @@ def _is_sharded(model: torch.nn.Module) -> bool:
 
 def _data_group(models: Sequence[torch.nn.Module], buffers: str) -> dist.ProcessGroup | None:
     """Return the data ranks among which gradients are sharded, if they are."""
-    found = [buffer for model in models if _is_sharded(model) for buffer in getattr(model, buffers)]
-    return found[0].data_parallel_group if found else None
+    sharded = [buffer for model in models if _is_sharded(model) for buffer in getattr(model, buffers)]
+    return sharded[0].data_parallel_group if sharded else None
 
 
 def _is_expert(parameter: Parameter) -> bool:

@@ -14,7 +14,7 @@ _SUMMED = ("share", "count", "ratio")
 def numerator_denominator(
     metrics: Metrics, num_microbatches: int, *, groups: ParallelGroups | None = None
 ) -> dict[str, Tensor]:
-    """Turn one micro-batch's metrics into the dict that a loss callback returns to `train_step`.
+    """Turn a micro-batch's metrics into a loss callback's dict for `train_step`: name → [2] float64.
 
         logged = Σ numerator / Σ denominator    over micro-batches, data and context ranks
 
@@ -32,9 +32,6 @@ def numerator_denominator(
         metrics: `report["metrics"]` of the callback that `megatron_loss_func` makes.
         num_microbatches: of the step, the same on every data rank.
         groups: defaults to `ParallelGroups.from_megatron()`.
-
-    Returns:
-        name → [2] float64, on the metrics' device, without a host sync.
 
     Raises:
         ValueError: num_microbatches below 1.

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 _OF_LOSS = "the loss (a checksum of its class, config, temperature and vocab_size)"
 _OF_SCALE = "the loss scale (config.grad_scale_func of 1, in millionths)"
 _OF_WEIGHTS = (
-    "the model's weights (a checksum, of which weights train too; data and context ranks begin alike: one seed for all, or "
+    "the model's weights (a checksum, also of which weights train; data and context ranks start alike: one seed for all, or "
     "DDP's broadcast_params; later config.finalize_model_grads_func and one kind of optimizer on all keep them so)"
 )
 _OF_REPLICAS = (
@@ -94,7 +94,7 @@ def warn_of_left_gradient(output: Tensor) -> None:
     elif grad is not None and (grad.data_ptr() == main_grad.data_ptr() or bool(grad.any())):
         warn(
             "an earlier step's gradient is still in `grad`, and Megatron's DDP adds it to this step's; before each step "
-            "call optimizer.zero_grad() beside model.zero_grad_buffer()"
+            "call optimizer.zero_grad() and model.zero_grad_buffer()"
         )
 
 
@@ -200,13 +200,13 @@ def _before_optimizer_step(optimizer: torch.optim.Optimizer, args: object, kwarg
 
 def _some_gradients(models: Sequence[torch.nn.Module]) -> list[Tensor]:
     """List the gradients of each chunk's first and last trained parameter, under DDP its `main_grad`."""
-    found = []
+    gradients = []
     for model in models:
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         for parameter in trained[:1] + trained[1:][-1:]:
             grad = getattr(parameter, "main_grad", None)
-            found.append(parameter.grad if grad is None else grad)
-    return [grad for grad in found if grad is not None]
+            gradients.append(parameter.grad if grad is None else grad)
+    return [grad for grad in gradients if grad is not None]
 
 
 def inner_loss(loss_fn: object) -> object:
@@ -216,7 +216,7 @@ def inner_loss(loss_fn: object) -> object:
 
 
 def facts_of_loss(loss_fn: object, head: object, config: TransformerConfig) -> dict[str, int]:
-    """Return a checksum of a loss's class, config, temperature and vocabulary, its fused head, and the loss scale."""
+    """Return a checksum of a loss's class, config and options, whether it has a head, and the loss scale."""
     loss_fn = inner_loss(loss_fn)
     options = [
         getattr(getattr(loss_fn, "options", None), name, None) for name in ("temperature", "vocab_size", "cp_layout")
@@ -229,7 +229,7 @@ def facts_of_loss(loss_fn: object, head: object, config: TransformerConfig) -> d
 
 
 def loss_scale(config: TransformerConfig) -> float:
-    """Return the factor of `config.grad_scale_func` (fp16) on a loss; 1 without one, NaN if it returns no tensor."""
+    """Return the factor of `config.grad_scale_func` on a loss; 1 without one, NaN if it is no function."""
     function = config.grad_scale_func
     if function is None:
         return 1.0
@@ -249,7 +249,7 @@ def facts_of_weights(models: Sequence[torch.nn.Module]) -> dict[str, int]:
 
 
 def facts_of_replicas(models: Sequence[torch.nn.Module]) -> dict[str, int]:
-    """Return a checksum of a few values of each weight that tensor ranks share, and of which train.
+    """Return a checksum of the shared weights: a few values of each, and whether it trains.
 
     0 in mode "never", in which `check_step` names such a weight itself.
     """

@@ -92,9 +92,9 @@ def layer_spec(config: TransformerConfig) -> ModuleSpec | TransformerBlockSubmod
         ValueError: a field for other layers, which would silently have no effect.
     """
     for name, value in _OTHER_LAYERS.items():
-        if (found := getattr(config, name, value)) != value:
+        if (actual := getattr(config, name, value)) != value:
             raise ValueError(
-                f"{name} = {found!r} has no effect on these layers; build the GPTModel from Megatron's spec for it"
+                f"{name} = {actual!r} has no effect on these layers; build the GPTModel from Megatron's spec for it"
             )
     if not hasattr(moe_utils, "te_general_gemm"):
         moe_utils.te_general_gemm = None  # 0.16 reads it, but does not define it without the engine

@@ -110,10 +110,10 @@ def add_mtp_loss(
         outputs: of the heads, in order.
         scale: λ, Megatron's `mtp_loss_scaling_factor`.
     """
-    shares, (own, metrics) = [], loss
+    shares, (main, metrics) = [], loss
     parts = {name: metrics.parts(name) for name in metrics}
     for depth, output in enumerate(outputs, 1):
         share, of_head = loss_fn.run(replace(call, output=output, data=ahead(call.data, depth), statistics=None))
         shares.append(share)
         parts[f"mtp_{depth}/loss"] = of_head.parts("loss")
-    return own + torch.stack(shares).sum() * (scale / len(shares)), Metrics(parts)
+    return main + torch.stack(shares).sum() * (scale / len(shares)), Metrics(parts)

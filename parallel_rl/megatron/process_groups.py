@@ -104,12 +104,12 @@ def destroy() -> None:
     >>> initialize()
     """
     _present.clear()
-    made = getattr(parallel_state, "_global_process_group_list", None) or []
+    groups = getattr(parallel_state, "_global_process_group_list", None) or []
     if parallel_state.model_parallel_is_initialized():
         parallel_state.destroy_model_parallel()
         for name, value in list(vars(parallel_state).items()):
             if isinstance(value, dist.ProcessGroup):  # it keeps a few
                 setattr(parallel_state, name, None)
-    for group in made:
+    for group in groups:
         if isinstance(group, dist.ProcessGroup) and group in dist.distributed_c10d._world.pg_map:
             dist.destroy_process_group(group)

@@ -106,7 +106,7 @@ def warn_of_prompts(batches: Sequence[Mapping[str, object]], needs: Requirements
 
 
 def warn_of_shifted_mask(batches: Sequence[Mapping[str, object]], needs: Requirements) -> None:
-    """Warn of a token_mask one place beside recorded log-probs, if those are 0 outside of responses."""
+    """Warn of a token_mask shifted by one from recorded log-probs, if those are 0 outside of responses."""
     for name in (name for name in needs.names if name.endswith("logprobs")):
         edges = [_edges(data, data[name]) for data in batches if name in data]
         if not edges or any(edge is None for edge in edges):

@@ -98,8 +98,8 @@ def shift_expert(name: str, by: int) -> str:
     >>> shift_expert("decoder.layers.0.mlp.experts.local_experts.1.linear_fc2.weight", 4)
     'decoder.layers.0.mlp.experts.local_experts.5.linear_fc2.weight'
     """
-    found = _EXPERT.search(name)
-    return name if found is None else f"{name[: found.start(2)]}{int(found[2]) + by}{name[found.end(2) :]}"
+    match = _EXPERT.search(name)
+    return name if match is None else f"{name[: match.start(2)]}{int(match[2]) + by}{name[match.end(2) :]}"
 
 
 def spelled_locally(name: str) -> str:
@@ -159,7 +159,7 @@ class Cut:
 
     Attributes:
         rank, group: of the ranks that cut it, in order; None: each holds it whole.
-        dim, stride: the dimension that is cut, and into how many parts that are cut separately (a gated layer: 2).
+        dim, stride: the cut dimension, and its separately cut parts (a gated layer: 2).
     """
 
     shape: tuple[int, ...]
@@ -240,7 +240,7 @@ def initialize_weights(models: Sequence[torch.nn.Module], seed: int, vocab_size:
     """Draw each weight matrix by (seed, `spelled_locally` name): every layout starts from the same model.
 
     Normal with the config's `init_method_std`, attention sinks too; projections to the residual stream get std / √(2·layers).
-    Biases and rows of vocabulary padding are 0, norms as built.
+    Biases and vocabulary padding are 0, norms as built.
 
     >>> initialize_weights([model], seed=0, vocab_size=8)
     """

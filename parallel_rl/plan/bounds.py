@@ -20,10 +20,9 @@ HEAD_FLOPS = {"in_forward": 6, "resident": 6, "recompute": 8, "whole logits, con
 
 
 class Card(NamedTuple):
-    """A card by its data sheet.
+    """A card by its data sheet: memory in bytes, dense bfloat16 flops a second, bytes a second.
 
-    Bytes of memory, bytes a second from it, dense bfloat16 flops a second, and bytes a second and direction over NVLink and
-    over the network.
+    The rates are of memory, and per direction of NVLink and network.
     """
 
     memory: float
@@ -62,7 +61,7 @@ class Bound(NamedTuple):
 
 
 def loss_stage_seconds(hidden: int, vocab: int, layout: Layout, card: Card, mode: str = "in_forward") -> float:
-    """Bound the loss stage of one micro-batch on one rank, forward and backward.
+    """Bound the loss stage of one micro-batch on one rank, with backward; ValueError for another mode.
 
         max(k·T·V/tp·D / flops,  6·T·V/tp / bandwidth)     k = 6, or 8 where logits are projected again
 
@@ -70,9 +69,6 @@ def loss_stage_seconds(hidden: int, vocab: int, layout: Layout, card: Card, mode
     >>> milliseconds = 1e3 * loss_stage_seconds(4096, 131072, Layout(8192), CARDS["H200"])
     >>> round(milliseconds, 1)
     26.7
-
-    Raises:
-        ValueError: an unknown mode.
     """
     if mode not in HEAD_FLOPS:
         raise ValueError(f"mode = {mode!r} is not valid; choose one of {', '.join(HEAD_FLOPS)}")
@@ -81,9 +77,7 @@ def loss_stage_seconds(hidden: int, vocab: int, layout: Layout, card: Card, mode
 
 
 def bounds(model: ModelShape, layout: Layout, card: Card, micro_batches: int = 1) -> Iterator[Bound]:
-    """Bound an optimizer step on the smallest job of this layout up to 10,000 ranks.
-
-    Each data rank has as many tokens.
+    """Bound an optimizer step on 1 to 10,000 ranks of this layout; data ranks have equal tokens.
 
     Compute is 6 flops a weight and token without attention's own products; gradients travel once a step in float32 (with the
     distributed optimizer reduced to their owners, and the weights gathered). Ranks lie in Megatron's order, tensor, context,
@@ -114,13 +108,10 @@ def bounds(model: ModelShape, layout: Layout, card: Card, micro_batches: int = 1
 
 
 def _tensor_seconds(model: ModelShape, layout: Layout, card: Card) -> float:
-    """Bound the last pipeline stage's collectives over tensor ranks.
+    """Bound the last stage's tensor collectives of hidden states, their gradients and statistics.
 
-    They carry hidden states, their gradients and the statistics.
-
-    Attention and MLP of each layer all-reduce their output forward and the gradient of their input backward, the LM head the
-    latter. An all-reduce, or the all-gather and reduce-scatter in its place, moves each element into a card once, even where a
-    switch adds up and both directions are busy.
+    Attention and MLP of each layer all-reduce their output forward and the gradient of their input backward, the LM head only
+    the latter. An all-reduce, or an all-gather and reduce-scatter, moves each element into a card once.
     """
     tp = layout.tensor
     if tp == 1:
@@ -134,8 +125,8 @@ def _tensor_seconds(model: ModelShape, layout: Layout, card: Card) -> float:
 def _gradient_seconds(weights: int, layout: Layout, card: Card) -> float:
     """Bound the data and context ranks' reduction of the gradients, and the gathering of the weights.
 
-    They lie `tensor` ranks apart, so that a node's cards hold min(tensor, NODE) different shards: each leaves the node once,
-    but for the parts that the node's own cards reduce.
+    They lie `tensor` ranks apart: a node's cards hold min(tensor, NODE) shards, and each leaves the node once, except for parts
+    that the node's own cards reduce.
     """
     shared = layout.data * layout.context
     size = weights * (4 + (layout.dtype.itemsize if layout.distributed_optimizer else 0))

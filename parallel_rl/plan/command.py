@@ -47,7 +47,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument("--dtype", choices=_DTYPES, help="dtype of the weights (bfloat16)")
     parser.add_argument("--micro-batches", metavar="N", type=int, default=1, help="micro-batches per step (1)")
     parser.add_argument(
-        "--frozen", metavar="N", type=int, default=0, help="number of models beside the policy: reference, teacher (0)"
+        "--frozen", metavar="N", type=int, default=0, help="number of further models: reference, teacher (0)"
     )
     parser.add_argument(
         "--budget", metavar="BYTES", type=int, help="budget of the LM head's logits; default: that of `LMHeadInput`"
@@ -77,34 +77,35 @@ def run(
 
     if known.memory is not None and not 0 < known.memory < math.inf:
         raise ValueError(f"--memory {known.memory} must be a positive number of GiB")
-    given = {name: getattr(known, name) for name in _LAYOUT if getattr(known, name) is not None}
+    from_flags = {name: getattr(known, name) for name in _LAYOUT if getattr(known, name) is not None}
     if known.dtype is not None:
-        given["dtype"] = getattr(torch, known.dtype)
+        from_flags["dtype"] = getattr(torch, known.dtype)
     if known.whole_optimizer is not None:
-        given["distributed_optimizer"] = not known.whole_optimizer
-    source = read(known.model, given)
+        from_flags["distributed_optimizer"] = not known.whole_optimizer
+    source = read(known.model, from_flags)
     plain = Layout(known.tokens, frozen=known.frozen, budget=known.budget)
-    layout = replace(plain, **{**source.layout, **given})
+    layout = replace(plain, **{**source.layout, **from_flags})
     memory = None if known.memory is None else int(known.memory * 2**30)
     plan = plan_run(source.shape, layout, known.card, known.micro_batches, memory)
-    taken = [name for name in source.layout if name not in given]
+    of_model = [name for name in source.layout if name not in from_flags]
     if known.json:
         say(
             json.dumps(
-                {**plan.as_json(), "layout_of_model": taken, "not_read": source.unread, "data": source.data}, indent=1
+                {**plan.as_json(), "layout_of_model": of_model, "not_read": source.unread, "data": source.data},
+                indent=1,
             )
         )
     else:
-        say("\n".join([*_of_source(known.model, taken, source.unread), *source.data, table(plan)]))
+        say("\n".join([*_of_source(known.model, of_model, source.unread), *source.data, table(plan)]))
     if known.plot is not None:
         draw(plan, Path(known.plot))
     return 0 if plan.recommended(separable=False) is not None else 1
 
 
-def _of_source(model: str, taken: Sequence[str], unread: Sequence[str]) -> Iterator[str]:
-    """Lines on what MODEL decided beside the sizes, and which of its keys were not read."""
-    if taken:
-        yield f"taken from {model}: {', '.join(taken)}"
+def _of_source(model: str, of_model: Sequence[str], unread: Sequence[str]) -> Iterator[str]:
+    """List MODEL's other decisions than sizes, and its keys that were not read."""
+    if of_model:
+        yield f"taken from {model}: {', '.join(of_model)}"
     if unread:
         more = f" and {len(unread) - _MOST_UNREAD} more" if len(unread) > _MOST_UNREAD else ""
         yield f"not read of {model}: {', '.join(unread[:_MOST_UNREAD])}{more}"

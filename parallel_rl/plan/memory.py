@@ -36,7 +36,7 @@ class Layout:
         sequence_parallel: the hidden states are split over tensor ranks.
         dtype: of weights and hidden states. device: "cuda" or "cpu".
         distributed_optimizer: its state is split over data and context ranks.
-        frozen: models beside the policy that are held too (reference, teacher).
+        frozen: further models in memory (reference, teacher).
         budget: of the LM head's logits, bytes; None is the default, of a card with 141 GB.
     """
 
@@ -89,9 +89,7 @@ class Stage:
 
 
 def loss_stages(hidden: int, vocab: int, layout: Layout) -> list[Stage]:
-    """Predict the loss stage's peak memory on one rank, for each way to run it.
-
-    The peak is over forward and backward.
+    """Predict the loss stage's peak memory on one rank, over forward and backward, for each way to run it.
 
         gradients of head and hidden states + logits (whole, kept, or a chunk's) + a chunk's rows + statistics
 
@@ -157,7 +155,7 @@ class _Case:
     def whole(self, name: str, gradient: int) -> Stage:
         """Count the bytes of whole logits [R·parts, W].
 
-        A gradient of so many bytes a logit, or the head's gradients, is held beside them.
+        A gradient of so many bytes a logit, or the head's gradients, is held with them.
         """
         logits = self.total * self.columns * self.low
         products = self.columns * self.hidden * self.low + self.total * self.hidden * self.low
@@ -236,12 +234,10 @@ def _larger(a: dict[str, int], b: dict[str, int]) -> dict[str, int]:
 
 
 def states(model: ModelShape, layout: Layout) -> dict[str, int]:
-    """Count the bytes of weights, gradients, optimizer and frozen models on one rank.
-
-    Of the last pipeline stage.
+    """Count the bytes of weights, gradients, optimizer and frozen models on a last-stage rank.
 
     Megatron's mixed precision: weights in `dtype`, gradients in float32, Adam's two moments and, for a low-precision `dtype`,
-    master weights in float32. Activations of the layers are not counted: they depend on recompute and attention.
+    master weights in float32. Activations are not counted: they depend on recompute and attention.
 
     >>> from parallel_rl.plan.models import ModelShape
     >>> model = ModelShape(2, 64, 4, 4, 16, 176, 128)
@@ -263,7 +259,7 @@ def states(model: ModelShape, layout: Layout) -> dict[str, int]:
 
 
 def rank_parameters(model: ModelShape, layout: Layout) -> int:
-    """Weights that a tensor rank of the last pipeline stage holds, which has the LM head.
+    """Count the weights of a tensor rank of the last pipeline stage, which has the LM head.
 
     >>> from parallel_rl.plan.models import ModelShape
     >>> model = ModelShape(2, 64, 4, 4, 16, 176, 128)

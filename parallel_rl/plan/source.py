@@ -62,11 +62,7 @@ class Source:
 
 
 def read_source(path: str | Path) -> Source:
-    """Read config.json (or its folder), or Megatron's arguments in YAML or JSON.
-
-    Raises:
-        ValueError: no such file, a family that is not known, a key that is missing, misspelt, of another kind or not supported.
-    """
+    """Read config.json (or its folder), or Megatron's arguments in YAML or JSON; ValueError for others."""
     path = Path(path)
     path = path / "config.json" if path.is_dir() else path
     if not path.is_file():

@@ -51,16 +51,16 @@ def _read(path: Path, above: tuple[Path, ...]) -> Tree:
     if not isinstance(tree, dict):
         raise ValueError(f"{path} must hold a mapping, got {type(tree).__name__}")
     below = tree.pop("defaults", [])
-    found: Tree = {}
+    tree_below: Tree = {}
     for name in [below] if isinstance(below, str) else below or []:
         if isinstance(name, str) and name.endswith((".yaml", ".yml")):
-            found = _joined(found, _read(path.parent / name, (*above, path)))
+            tree_below = _joined(tree_below, _read(path.parent / name, (*above, path)))
         elif name != "_self_":
             raise ValueError(
                 f"{path}: defaults names {name!r}, a group that Hydra joins; give the joined config, which verl writes to "
                 ".hydra/config.yaml, or `python -m verl.trainer.main_ppo --cfg job --resolve`"
             )
-    return _joined(found, tree)
+    return _joined(tree_below, tree)
 
 
 def _joined(below: Mapping[str, object], above: Mapping[str, object]) -> Tree:
@@ -152,7 +152,7 @@ def _followed(reference: str, tree: Tree, place: tuple[str, ...], known: Known) 
     if keys not in known:
         known[keys] = None
         known[keys] = (_resolved(at, tree, keys, known),)
-    found = known[keys]
-    if found is None:
+    entry = known[keys]
+    if entry is None:
         raise ValueError(f"{'.'.join(place)} = ${{{reference}}} leads to itself")
-    return found[0]
+    return entry[0]

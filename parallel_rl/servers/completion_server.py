@@ -175,9 +175,9 @@ class CompletionServer:
         seeds: list[int] = (keys & _SEEDS).tolist()
         completions: list[Future[Completion]] = [Future() for _ in prompts]
         for rows in _batches(prompts, self.config.batch_size):
-            asked, ids = [list(prompts[row]) for row in rows], tuple(sample_ids[row] for row in rows)
+            chosen, ids = [list(prompts[row]) for row in rows], tuple(sample_ids[row] for row in rows)
             expected = Expected(ids, sampling.max_tokens, sampling.vocab_size, sampling.ends)
-            work = partial(self._ask, asked, [seeds[row] for row in rows], sampling, expected, stop)
+            work = partial(self._ask, chosen, [seeds[row] for row in rows], sampling, expected, stop)
             request = self._workers.submit(work)
             request.add_done_callback(lambda done, rows=rows: _share(done, [completions[row] for row in rows]))  # type: ignore[misc]
         return completions
@@ -191,18 +191,18 @@ class CompletionServer:
         stop: threading.Event,
     ) -> list[Completion]:
         path, read = _APIS[self.config.api]
-        asked = [""]  # server of each attempt
+        servers = [""]  # server of each attempt
         completions: list[Completion] = []
         with self._loads.request() as choose:
 
             def address(attempt: int) -> str:
-                asked.append(choose())
-                return asked[-1] + path
+                servers.append(choose())
+                return servers[-1] + path
 
             for number in range(sampling.redraws + 1):
                 body = self._body(prompts, [(seed + number) & _SEEDS for seed in seeds], sampling)
                 drawn = self._poster.post(address, body, lambda raw: read(raw, expected), stop)
-                drawn = [self._placed(completion, asked[-1], path) for completion in drawn]
+                drawn = [self._placed(completion, servers[-1], path) for completion in drawn]
                 pairs = zip(completions or drawn, drawn, strict=True)
                 completions = [old if old.fault is None else new for old, new in pairs]
                 if all(completion.fault is None for completion in completions):
@@ -214,24 +214,24 @@ class CompletionServer:
         fault = None if completion.fault is None else str(self._poster.failure(url + path, completion.fault))
         return replace(completion, url=url, fault=fault)
 
-    def _body(self, prompts: list[list[int]], seeds: list[int], own: Sampling) -> dict[str, object]:
+    def _body(self, prompts: list[list[int]], seeds: list[int], options: Sampling) -> dict[str, object]:
         common = {
-            "temperature": own.temperature,
-            "top_p": 1.0 if own.top_p is None else own.top_p,
-            "top_k": -1 if own.top_k is None else own.top_k,
+            "temperature": options.temperature,
+            "top_p": 1.0 if options.top_p is None else options.top_p,
+            "top_k": -1 if options.top_k is None else options.top_k,
             "min_p": 0.0,
             "repetition_penalty": 1.0,
-            "stop_token_ids": list(own.ends),
+            "stop_token_ids": list(options.ends),
             "skip_special_tokens": False,
         }
         if self.config.api == "sglang":
-            params = [{**common, "max_new_tokens": own.max_tokens, "sampling_seed": seed} for seed in seeds]
+            params = [{**common, "max_new_tokens": options.max_tokens, "sampling_seed": seed} for seed in seeds]
             return {"input_ids": prompts, "sampling_params": params, "return_logprob": True}
         return {
             "model": self.config.model,
             "prompt": prompts,
             **common,
-            "max_tokens": own.max_tokens,
+            "max_tokens": options.max_tokens,
             "seed": seeds[0],
             "logprobs": 0,  # only of the sampled token
             "return_token_ids": True,

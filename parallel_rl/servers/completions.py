@@ -101,11 +101,11 @@ def _reply(answer: bytes, expected: Expected) -> object:
 
 
 def _openai_choice(choice: object, where: str, expected: Expected, version: int | None) -> Completion:
-    given = _mapping(choice, where)
-    logprobs = given.get("logprobs")
+    fields = _mapping(choice, where)
+    logprobs = fields.get("logprobs")
     if not isinstance(logprobs, dict) or not isinstance(logprobs.get("token_logprobs"), list):
         raise ValueError(f"{where}: the log-probs are missing; logprobs is {brief(logprobs)}")
-    tokens = given.get("token_ids")
+    tokens = fields.get("token_ids")
     if tokens is None:
         named = logprobs.get("tokens")
         if not isinstance(named, list) or not all(isinstance(x, str) and x.startswith(_PREFIX) for x in named):
@@ -116,7 +116,7 @@ def _openai_choice(choice: object, where: str, expected: Expected, version: int 
         tokens = [_integer(text[len(_PREFIX) :]) for text in named]
     if not isinstance(tokens, list):
         raise ValueError(f"{where}: token_ids is {brief(tokens)}; a list is needed")
-    return _completion(tokens, logprobs["token_logprobs"], given.get("finish_reason"), where, expected, version)
+    return _completion(tokens, logprobs["token_logprobs"], fields.get("finish_reason"), where, expected, version)
 
 
 def _completion(
@@ -153,16 +153,16 @@ def _completion(
     return Completion(tuple(tokens), values, stopped, version, fault=fault)
 
 
-def _version(given: object) -> int | None:
+def _version(value: object) -> int | None:
     """Parse SGLang's weight_version: the trainer's text, or "default" for the initial weights."""
-    if given is None:
+    if value is None:
         return None
-    if given == "default":
+    if value == "default":
         return 0
-    number = _integer(str(given)) if isinstance(given, str) or is_int64(given) else None
+    number = _integer(str(value)) if isinstance(value, str) or is_int64(value) else None
     if number is None:
         raise ValueError(
-            f"the server's weight_version is {brief(given)}; a number of optimizer steps, or 'default', is needed"
+            f"the server's weight_version is {brief(value)}; a number of optimizer steps, or 'default', is needed"
         )
     return number
 

@@ -67,10 +67,10 @@ def exchange(url: str, body: bytes | None, headers: Mapping[str, str], seconds: 
             connection = _Plain(host, parts.port or 80)
         connection.meter = meter
         with contextlib.closing(connection):
-            own = {"Accept-Encoding": "identity", "Connection": "close", **headers}
+            sent = {"Accept-Encoding": "identity", "Connection": "close", **headers}
             with contextlib.suppress(BrokenPipeError):  # it may have answered before it had all of it
                 method = "GET" if body is None else "POST"
-                connection.request(method, path, body, own, preload_content=False, decode_content=False)
+                connection.request(method, path, body, sent, preload_content=False, decode_content=False)
             response = connection.getresponse()
             with contextlib.closing(response):
                 return _read(response, most)
@@ -86,9 +86,9 @@ def _read(response: HTTPResponse, most: int) -> Answer:
     coded = response.headers.get("Content-Encoding", "identity").strip().lower()
     if well and coded != "identity":
         raise ValueError(f"the answer is compressed ({coded[:20]}), which was not asked for")
-    taken, parts, size = most if well else _REFUSAL, [], 0
+    limit, parts, size = most if well else _REFUSAL, [], 0
     with contextlib.nullcontext() if well else contextlib.suppress(HTTPError, OSError):
-        while size <= taken and (part := response.read1(1 << 16, decode_content=False)):
+        while size <= limit and (part := response.read1(1 << 16, decode_content=False)):
             parts.append(part)
             size += len(part)
     if well and size > most:
@@ -99,9 +99,9 @@ def _read(response: HTTPResponse, most: int) -> Answer:
 def _no_answer(error: Exception) -> NoAnswerError:
     """Return the error that ended a connection; urllib3 wraps its cause."""
     cause = error.args[-1] if isinstance(error, ProtocolError) else error
-    found = NoAnswerError(_reason(cause))
-    found.errno = getattr(cause, "errno", None)
-    return found
+    failure = NoAnswerError(_reason(cause))
+    failure.errno = getattr(cause, "errno", None)
+    return failure
 
 
 def _reason(cause: Exception) -> str:
@@ -202,29 +202,29 @@ def _connected(connection: HTTPConnection, meter: _Meter) -> socket.socket:
     failure: OSError = OSError("the host has no address")
     for *_, address in _looked_up(connection.host, connection.port, meter):
         try:
-            found = create_connection(address[:2], meter.seconds(), socket_options=connection.socket_options)
+            sock = create_connection(address[:2], meter.seconds(), socket_options=connection.socket_options)
         except OSError as error:
             failure = error
         else:
-            found.settimeout(meter.seconds())  # includes the TLS handshake
-            return found
+            sock.settimeout(meter.seconds())  # includes the TLS handshake
+            return sock
     raise failure
 
 
 def _looked_up(host: str, port: int, meter: _Meter) -> list[tuple]:
     """Look up the host's addresses, in a thread: the system's resolver has its own timeouts."""
-    found: Future[list[tuple]] = Future()
+    addresses: Future[list[tuple]] = Future()
 
     def look_up() -> None:
         try:
-            found.set_result(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM))
+            addresses.set_result(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM))
         except BaseException as error:
-            found.set_exception(error)
+            addresses.set_exception(error)
 
     threading.Thread(target=look_up, daemon=True).start()
-    wait([found], meter.seconds())
+    wait([addresses], meter.seconds())
     meter.seconds()  # or TimeoutError
-    return found.result()
+    return addresses.result()
 
 
 @cache

@@ -123,10 +123,10 @@ class HTTPReward:
         size, stop, workers = self.config.batch_size, threading.Event(), Workers(self.config.concurrency)
         futures = []
         for first in range(0, len(prompts), size):
-            asked, responses = list(prompts[first : first + size]), list(completions[first : first + size])
-            query = [prompt + completion for prompt, completion in zip(asked, responses, strict=True)]
+            texts, responses = list(prompts[first : first + size]), list(completions[first : first + size])
+            query = [prompt + completion for prompt, completion in zip(texts, responses, strict=True)]
             labels = list(answers[first : first + size])
-            body: dict[str, list] = {"query": query, "prompts": asked, "completions": responses, "labels": labels}
+            body: dict[str, list] = {"query": query, "prompts": texts, "completions": responses, "labels": labels}
             if extras is not None and any(extras):
                 # Parquet has dates and the like, which JSON lacks
                 body["extras"] = json.loads(json.dumps(list(map(dict, extras[first : first + size])), default=str))

@@ -152,8 +152,8 @@ class ServerWeights:
         served = _config_of(folder)
         differ = [key for key in SHAPE if {key} <= served.keys() & shape.keys() and served[key] != shape[key]]
         if differ:
-            theirs, own = (", ".join(f"{key} {sizes[key]!r}" for key in differ) for sizes in (served, shape))
-            raise self._poster.failure(url, f"it serves another model, {folder}, with {theirs}; the policy has {own}")
+            theirs, ours = (", ".join(f"{key} {sizes[key]!r}" for key in differ) for sizes in (served, shape))
+            raise self._poster.failure(url, f"it serves another model, {folder}, with {theirs}; the policy has {ours}")
 
     def _folder(self, url: str) -> str | None:
         """Return the folder that a server was started from, by its own report."""
@@ -171,10 +171,10 @@ class ServerWeights:
         return _text(_inside(self._get(url, "/model_info", self._probe), "model_path"))
 
     def _version(self, url: str, poster: Poster) -> str:
-        found = self._get(url, self._protocol.version, poster)
-        version = _inside(found, "weight_version")
+        answer = self._get(url, self._protocol.version, poster)
+        version = _inside(answer, "weight_version")
         if version is None:
-            raise self._poster.failure(url + self._protocol.version, f"it tells no weight_version: {str(found)[:200]}")
+            raise self._poster.failure(url + self._protocol.version, f"it tells no weight_version: {str(answer)[:200]}")
         return str(version)
 
     def _get(self, url: str, path: str, poster: Poster) -> object:
@@ -205,10 +205,10 @@ def _accepted(answer: bytes) -> None:
 
 def _config_of(folder: str | None) -> Mapping[str, object]:
     try:
-        found = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8")) if folder else {}
+        config = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8")) if folder else {}
     except (OSError, ValueError, RecursionError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return config if isinstance(config, dict) else {}
 
 
 def _inside(value: object, *keys: str) -> object:

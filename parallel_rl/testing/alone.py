@@ -78,8 +78,8 @@ def _where(case: Subject, batch: Batch, want: Expected) -> str:
     extra = (want.gradient != 0).any(-1) & ~carries_loss(data, case.build())
     if not bool(extra.any()):
         return ""
-    own = (data["token_mask"] != 0) & (data["sample_mask"] != 0)[:, None]
-    return "unshifted" if not bool((extra & ~own).any()) else "elsewhere"
+    scored = (data["token_mask"] != 0) & (data["sample_mask"] != 0)[:, None]
+    return "unshifted" if not bool((extra & ~scored).any()) else "elsewhere"
 
 
 def _poison(case: Subject, batch: Batch, want: Expected) -> str:
@@ -125,12 +125,12 @@ def _derivative_error(case: Subject, batch: Batch) -> float:
         loss, _ = alone(case, leaf, batch.data)
     [gradient] = torch.autograd.grad(loss, leaf)
     carries = carries_loss(batch.data, case.build())[..., None]
-    g, found = torch.Generator().manual_seed(1), []
+    g, errors = torch.Generator().manual_seed(1), []
     for _ in range(_DIRECTIONS):
         way = torch.where(carries, torch.randn(leaf.shape, generator=g, dtype=torch.float64), 0)
         high, low = (alone(case, batch.logits + sign * _STEP * way, batch.data)[0].item() for sign in (1, -1))
-        found.append(abs((high - low) / (2 * _STEP) - (gradient * way).sum().item()))
-    return sorted(found)[len(found) // 2] / max(gradient.norm().item(), 1e-12)
+        errors.append(abs((high - low) / (2 * _STEP) - (gradient * way).sum().item()))
+    return sorted(errors)[len(errors) // 2] / max(gradient.norm().item(), 1e-12)
 
 
 def _rows(batch: Batch, rows: Tensor) -> Batch:

@@ -63,9 +63,9 @@ class Case:
 
     @property
     def name(self) -> str:
-        given = {**self.config, **self.options}
+        options = {**self.config, **self.options}
         name = self.loss if isinstance(self.loss, str) else registered_name(self.loss)
-        return "-".join([name, *(f"{key}={_text(value)}" for key, value in given.items())])
+        return "-".join([name, *(f"{key}={_text(value)}" for key, value in options.items())])
 
     @property
     def axes(self) -> frozenset[str]:

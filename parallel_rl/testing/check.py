@@ -135,15 +135,15 @@ def check_subject(
     """Run `check_law` on the pool's ranks or a job's, where every rank calls it and gets the same report."""
     began, batch = time.monotonic(), batch_for(subject, of_world)
     try:
-        found = runner.alone(subject, batch)
+        result = runner.alone(subject, batch)
     except WorldError as error:
-        found = Alone(None, first_line(error))
-    findings = of_one_process(found)
-    if found.want is None:
+        result = Alone(None, first_line(error))
+    findings = of_one_process(result)
+    if result.want is None:
         return Report(subject.name, findings=tuple(findings), seconds=time.monotonic() - began)
     if reference is not None:
-        found = found._replace(want=_referenced(reference, batch, found.want))
-    trial = trial_of(subject, batch, found)
+        result = result._replace(want=_referenced(reference, batch, result.want))
+    trial = trial_of(subject, batch, result)
     seen = [one for world in of_world.values() for one in _observed(trial, world, runner, limits)]
     findings = without_consequences(
         [*findings, *of_layouts(trial, _finite(trial, seen, runner, limits), limits.tolerance)]
@@ -152,7 +152,7 @@ def check_subject(
     if not findings and many > 1 and of_world[many]:
         findings += _low_precision(trial, of_world[many][:1], runner)
     rows = tuple(Row.of(one, findings, limits.tolerance) for one in seen)
-    return Report(subject.name, rows, tuple(findings), _skipped(subject, found), time.monotonic() - began)
+    return Report(subject.name, rows, tuple(findings), _skipped(subject, result), time.monotonic() - began)
 
 
 def layouts_of(worlds: Sequence[int], subject: Subject) -> dict[int, list[Layout]]:
@@ -167,10 +167,10 @@ def runs_on(subject: Subject, layout: Layout) -> bool:
 
 def by_world(layouts: Sequence[Layout]) -> dict[int, list[Layout]]:
     """Group layouts by their number of ranks."""
-    found: dict[int, list[Layout]] = {}
+    groups: dict[int, list[Layout]] = {}
     for layout in layouts:
-        found.setdefault(layout.world, []).append(layout)
-    return found
+        groups.setdefault(layout.world, []).append(layout)
+    return groups
 
 
 def batch_for(subject: Subject, of_world: Mapping[int, Sequence[Layout]], dtype: torch.dtype = torch.float64) -> Batch:
@@ -211,17 +211,17 @@ def _finite(trial: Trial, seen: Sequence[Observation], runner: Runner, limits: L
 
 def first_line(error: WorldError) -> str:
     """Join the ranks' errors in one line, without consequences of another rank's."""
-    own = {rank: text for rank, text in error.errors.items() if not _CONSEQUENCE.search(text)} or error.errors
-    of_text = {text: [rank for rank in sorted(own) if own[rank] == text] for text in own.values()}
+    causes = {rank: text for rank, text in error.errors.items() if not _CONSEQUENCE.search(text)} or error.errors
+    of_text = {text: [rank for rank in sorted(causes) if causes[rank] == text] for text in causes.values()}
     said = [f"rank {', '.join(map(str, ranks))}: {text}" for text, ranks in sorted(of_text.items())]
     return "; ".join(said) if said else str(error).splitlines()[0]
 
 
-def _referenced(reference: DenseLoss, batch: Batch, own: Expected) -> Expected:
+def _referenced(reference: DenseLoss, batch: Batch, want: Expected) -> Expected:
     logits = batch.logits.clone().requires_grad_()
     loss = reference(logits, batch.data)
     [gradient] = torch.autograd.grad(loss, logits)
-    return Expected(loss.item(), gradient, own.metrics)
+    return Expected(loss.item(), gradient, want.metrics)
 
 
 def _low_precision(trial: Trial, layouts: Sequence[Layout], runner: Runner) -> list[Finding]:
@@ -232,7 +232,7 @@ def _low_precision(trial: Trial, layouts: Sequence[Layout], runner: Runner) -> l
         return []
     low = Trial(trial.case, batch, alone.want)
     dense_loss, dense_gradient = dense_error(low, torch.bfloat16)
-    found = []
+    findings = []
     for layout, outcomes in zip(layouts, runner.run(low, layouts, torch.bfloat16), strict=True):
         loss, gradient = errors(low, outcomes)
         if not (loss <= _TWICE * dense_loss + 1e-6 and gradient <= _TWICE * dense_gradient + 1e-6):
@@ -240,12 +240,12 @@ def _low_precision(trial: Trial, layouts: Sequence[Layout], runner: Runner) -> l
                 f"With bfloat16 logits on {layout.name} the loss is off by {loss:.1e} and the gradient by {gradient:.1e}; "
                 f"unsharded they are {dense_loss:.1e} and {dense_gradient:.1e} off."
             )
-            found.append(Finding(faults.PRECISION, " × ".join(sorted(layout.axes)), text, (layout.name,)))
-    return found
+            findings.append(Finding(faults.PRECISION, " × ".join(sorted(layout.axes)), text, (layout.name,)))
+    return findings
 
 
-def _skipped(subject: Subject, found: Alone) -> tuple[str, ...]:
-    checks = {"finite differences": found.derivative, "permuted rows": found.permuted, "doubled rows": found.doubled}
+def _skipped(subject: Subject, result: Alone) -> tuple[str, ...]:
+    checks = {"finite differences": result.derivative, "permuted rows": result.permuted, "doubled rows": result.doubled}
     skipped = [name for name, value in checks.items() if math.isnan(value)]
     missing = sorted(Case("nll").axes - subject.axes)
     return (*skipped, *(f"{axis}: the call cannot tell of it" for axis in missing))

@@ -18,20 +18,20 @@ from parallel_rl.vocab.stats import TokenStats
 
 def false_claims(loss_fn: LossFn, batch: Batch) -> tuple[str, ...]:
     """List the false claims among `token_separable` and `on_policy`."""
-    found = []
+    findings = []
     needs = loss_fn.requirements
     if needs.token_separable and needs.reads == "log-probs" and not loss_fn.options.truncation:
         moved = influence(loss_fn, token_batch(loss_fn, batch))
         if moved > 1e-9:
-            found.append(
+            findings.append(
                 f"token_separable: the gradient of a token moves by {moved:.1e} of the largest when other tokens do, so "
                 "gradients computed in forward would be wrong"
             )
     if loss_fn.on_policy and "prev_logprobs" in batch.data and (moved := _reads_old_policy(loss_fn, batch)) > 1e-9:
-        found.append(
+        findings.append(
             f"on_policy: the gradient moves by {moved:.1e} with prev_logprobs, so it is of an old policy after all"
         )
-    return tuple(found)
+    return tuple(findings)
 
 
 def _reads_old_policy(loss_fn: LossFn, batch: Batch) -> float:
@@ -80,6 +80,6 @@ def gradients(loss_fn: LossFn, batch: TokenBatch, change: Tensor) -> list[Tensor
         for x in batch.output.stats
     ]
     loss, _ = loss_fn.compute(replace(batch, output=ModelOutput(TokenStats(*leaves))))  # type: ignore[arg-type]
-    given = [x for x in leaves if x is not None]
-    found = torch.autograd.grad(loss, given, allow_unused=True)
-    return [torch.zeros_like(x) if g is None else g for g, x in zip(found, given, strict=True)]
+    present = [x for x in leaves if x is not None]
+    computed = torch.autograd.grad(loss, present, allow_unused=True)
+    return [torch.zeros_like(x) if g is None else g for g, x in zip(computed, present, strict=True)]

@@ -68,21 +68,21 @@ def of_one_process(found: Alone) -> list[Finding]:
 
 def of_layouts(trial: Trial, seen: Sequence[Observation], tolerance: float) -> list[Finding]:
     """Name the fault of each broken axis, single axes first, without axes that a found fault explains."""
-    found: list[Finding] = []
+    findings: list[Finding] = []
     explained: set[str] = set()
     broken = [one for one in seen if one.broken(tolerance)]
     by_positions = any(one.layout.axes == {"packing"} and _of_positions(trial, one) for one in broken)
     for one in sorted(broken, key=lambda one: len(one.layout.axes)):
-        if explained & one.layout.axes or any(f.axis == "one process" and f.fault is not F.METRIC for f in found):
+        if explained & one.layout.axes or any(f.axis == "one process" and f.fault is not F.METRIC for f in findings):
             continue
         axis = " × ".join(sorted(_blamed(one, seen, broken))) or "one process"
         fault, text = (by_positions and _of_positions(trial, one)) or _fault(trial, one, tolerance)
-        if fault is F.CONTEXT_MISSING and any(f.fault is F.LOCAL_STATISTIC for f in found):
+        if fault is F.CONTEXT_MISSING and any(f.fault is F.LOCAL_STATISTIC for f in findings):
             fault = F.LOCAL_STATISTIC
         where = [other.layout.name for other in broken if one.layout.axes <= other.layout.axes]
-        _join(found, Finding(fault, axis, text, tuple(where)))
+        _join(findings, Finding(fault, axis, text, tuple(where)))
         explained |= _blamed(one, seen, broken)
-    return found
+    return findings
 
 
 def _blamed(one: Observation, seen: Sequence[Observation], broken: Sequence[Observation]) -> frozenset[str]:
@@ -92,14 +92,14 @@ def _blamed(one: Observation, seen: Sequence[Observation], broken: Sequence[Obse
     return axes - max(right, key=len, default=frozenset())
 
 
-def _join(found: list[Finding], new: Finding) -> None:
+def _join(findings: list[Finding], new: Finding) -> None:
     """Add a finding, or its axis to one of the same fault."""
-    for i, known in enumerate(found):
+    for i, known in enumerate(findings):
         if known.fault is new.fault:
             where = (*known.layouts, *(name for name in new.layouts if name not in known.layouts))
-            found[i] = replace(known, axis=f"{known.axis}, {new.axis}", layouts=where)
+            findings[i] = replace(known, axis=f"{known.axis}, {new.axis}", layouts=where)
             return
-    found.append(new)
+    findings.append(new)
 
 
 def without_consequences(found: Sequence[Finding]) -> list[Finding]:

@@ -108,9 +108,9 @@ def run_layout(layout: Layout, trial: Trial, rank: Rank, variant: int) -> Outcom
         first = variant % 3 == 0
         heads: dict[str, LMHeadInput] = {}
         if reads_rows(case) and variant % 4 < 3:
-            own = part if variant % 4 == 0 else None
+            kept = part if variant % 4 == 0 else None
             names = local_names(step.loss_fn)
-            heads = {name: _second_head(data[name], step, piece, own, variant) for name in names}
+            heads = {name: _second_head(data[name], step, piece, kept, variant) for name in names}
         fields.append(heads)
         outputs.append(
             LMHeadInput(
@@ -130,9 +130,9 @@ def run_layout(layout: Layout, trial: Trial, rank: Rank, variant: int) -> Outcom
         share += loss.item()
         metrics.append(parts)
         assert leaf.grad is not None
-        found = leaf.grad.cpu() / 4
-        squared += (found - truth).square().sum().item() / copies
-        if bool((found[truth == 0] != 0).any()):
+        grad = leaf.grad.cpu() / 4
+        squared += (grad - truth).square().sum().item() / copies
+        if bool((grad[truth == 0] != 0).any()):
             stray = f"{layout.name}: a row without loss has a gradient"
     assert head.grad is not None
     if bool(head.grad[len(real) :].any()):
@@ -150,7 +150,7 @@ def layouts(world: int, number: int | None = None) -> list[Layout]:
 
 def check_world(rank: int, of_world: list[Layout], given: list[Trial]) -> list[tuple[str, str, Outcome, Tensor]]:
     """Return (case, layout, outcome, the weight's gradient summed over the world)."""
-    found = []
+    results = []
     world = dist.get_world_size()
     ranks: dict[tuple[int, int], Rank] = {}
     variant = 0
@@ -162,10 +162,10 @@ def check_world(rank: int, of_world: list[Layout], given: list[Trial]) -> list[t
             outcome = run_layout(layout, trial, ranks[key], variant)
             weight = outcome.weight.clone()
             dist.all_reduce(weight)
-            found.append((trial.case.name, layout.name, outcome, weight))
+            results.append((trial.case.name, layout.name, outcome, weight))
             variant += 1
         variant += len(given) % 2 == 0  # each case meets every variant
-    return found
+    return results
 
 
 def faults(

@@ -85,7 +85,7 @@ def default_layouts(world: int) -> list[Layout]:
 def layouts(world: int, number: int | None = None) -> list[Layout]:
     """Combine TP {1, 2, 4}, CP {1, 2}, DP {1, 2}, packing and micro-batches {1, 3}; at most `number`."""
     grids = [(tp, cp, dp) for tp in (1, 2, 4) for cp in (1, 2) for dp in (1, 2) if tp * cp * dp == world]
-    found = [
+    chosen = [
         Layout(*grid, packing, micro_batches, cp_layout)
         for grid in grids
         for packing in ("padded", "packed", "packed+padding")
@@ -93,8 +93,8 @@ def layouts(world: int, number: int | None = None) -> list[Layout]:
         for cp_layout in (("zigzag", "contiguous") if grid[1] > 1 else ("zigzag",))
     ]
     first = _FIRST.get(world, ())
-    found.sort(key=lambda layout: first.index(layout.name) if layout.name in first else len(first))
-    return found[:number]
+    chosen.sort(key=lambda layout: first.index(layout.name) if layout.name in first else len(first))
+    return chosen[:number]
 
 
 class Rank(NamedTuple):
@@ -217,8 +217,8 @@ def _cut_tree(rows: list[int], tree: PrefixTree, layout: Layout, cp_rank: int) -
 
 def _first_places(rows: list[int], tree: PrefixTree) -> list[tuple[int, int]]:
     """Find the first (row, column) of the batch at each position of a tree's row; (-1, 0) at padding."""
-    found = [(-1, 0)] * tree.row_length
+    places = [(-1, 0)] * tree.row_length
     for row, length, positions in reversed(list(zip(rows, tree.lengths.tolist(), tree.where.tolist(), strict=True))):
         for column in range(length):
-            found[positions[column]] = row, column
-    return found
+            places[positions[column]] = row, column
+    return places

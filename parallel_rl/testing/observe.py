@@ -106,15 +106,15 @@ def relative(got: float, want: float, floor: float) -> float:
 
 
 def _metric_errors(got: dict[str, float], want: dict[str, float], tolerance: float) -> dict[str, float]:
-    found = {}
+    errors = {}
     for name in sorted({*got, *want}):
         here, there = got.get(name, math.inf), want.get(name, math.inf)
         if here == there or (math.isnan(here) and math.isnan(there)):
             continue
         error = relative(here, there, 1e-2) if math.isfinite(here) and math.isfinite(there) else math.inf
         if not error <= tolerance:
-            found[name] = error
-    return found
+            errors[name] = error
+    return errors
 
 
 def _tensor_ranks_differ(outcomes: Sequence[Outcome]) -> bool:
@@ -133,7 +133,7 @@ def _same(one: float, other: float) -> bool:
 
 
 def _parts(trial: Trial, layout: Layout, dot: Tensor, truth: Tensor) -> tuple[Part, ...]:
-    batch, found = trial.batch, []
+    batch, parts = trial.batch, []
     carries, sample_mask = carries_loss(batch.data, trial.case.build()), batch.data["sample_mask"]
     size = batch.rows // (layout.dp * layout.micro_batches)
     for start in range(0, batch.rows, size):
@@ -141,9 +141,9 @@ def _parts(trial: Trial, layout: Layout, dot: Tensor, truth: Tensor) -> tuple[Pa
         for cp_rank in range(layout.cp):
             piece = cut_rows(rows, batch.lengths, batch.width, layout, cp_rank, batch.data["input_ids"])
             at_rows, at_columns, there = piece.indices()
-            own = at_rows[there], at_columns[there]
-            tokens = int(piece.joined(carries.long())[own].sum())
-            norm = float(truth[own].sum())
-            factor = float(dot[own].sum()) / norm if norm else math.nan
-            found.append(Part(rows, int(sample_mask[rows].sum()), tokens, len(there), factor))
-    return tuple(found)
+            here = at_rows[there], at_columns[there]
+            tokens = int(piece.joined(carries.long())[here].sum())
+            norm = float(truth[here].sum())
+            factor = float(dot[here].sum()) / norm if norm else math.nan
+            parts.append(Part(rows, int(sample_mask[rows].sum()), tokens, len(there), factor))
+    return tuple(parts)

@@ -106,8 +106,8 @@ class Report:
     def __str__(self) -> str:
         if self.ok:
             return f"{self.name}: the law holds on {len(self.rows)} layouts"
-        found = [f"  {line}" for one in self.findings for line in str(one).splitlines()]
-        return "\n".join([f"{self.name} breaks the law", *(found or ["  no layout could be run"])])
+        lines = [f"  {line}" for one in self.findings for line in str(one).splitlines()]
+        return "\n".join([f"{self.name} breaks the law", *(lines or ["  no layout could be run"])])
 
 
 def _finite(value: float) -> float | None:

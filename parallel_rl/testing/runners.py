@@ -31,8 +31,8 @@ class PoolRunner:
     timeout: float
 
     def alone(self, subject: Subject, batch: Batch) -> Alone:
-        [found] = run_world(1, check_alone, subject, batch, timeout=self.timeout)
-        return found
+        [result] = run_world(1, check_alone, subject, batch, timeout=self.timeout)
+        return result
 
     def run(self, trial: Trial, layouts: Sequence[Layout], dtype: torch.dtype) -> list[list[Outcome]]:
         of_ranks = run_world(layouts[0].world, check_world, layouts, [trial], dtype, True, timeout=self.timeout)
@@ -53,13 +53,13 @@ class JobRunner:
 
     def alone(self, subject: Subject, batch: Batch) -> Alone:
         """Run the checks of one process; an error on one rank is raised on all."""
-        found = check_alone(0, subject, batch)
+        result = check_alone(0, subject, batch)
         errors: list[str] = [""] * dist.get_world_size()
-        dist.all_gather_object(errors, found.error)
+        dist.all_gather_object(errors, result.error)
         wrong = {text: errors.index(text) for text in errors if text}
-        if wrong and not found.error:
+        if wrong and not result.error:
             return Alone(None, "; ".join(f"rank {rank}: {text}" for text, rank in wrong.items()))
-        return found
+        return result
 
     def run(self, trial: Trial, layouts: Sequence[Layout], dtype: torch.dtype) -> list[list[Outcome]]:
         mine = [attempt(layout, trial, self.place(layout), dtype, self.run_layout) for layout in layouts]

@@ -58,8 +58,8 @@ class Step:
         groups = self.rank.groups
         more = fields or [{} for _ in outputs]
         calls = []
-        for output, data, given in zip(outputs, self.datas, more, strict=True):
-            both: dict[str, Tensor | LMHeadInput] = {**data, **given}
+        for output, data, replaced in zip(outputs, self.datas, more, strict=True):
+            both: dict[str, Tensor | LMHeadInput] = {**data, **replaced}
             calls.append((output, both, *self.counts, groups.tp_rank, groups.tensor, groups.context))
         losses = [_packed(self.loss_fn, piece) for piece in self.pieces]
         statistics = step_statistics([*zip(losses, calls, strict=True)], groups)
@@ -69,8 +69,8 @@ class Step:
     def local(self, whole: Tensor, piece: Piece, poison: bool = True) -> Tensor:
         """Cut a [B, S, V] tensor to this rank's columns, [T_local, width], see `local_positions`."""
         carries = torch.ones_like(self.carries) if self.clean else self.carries
-        found = local_positions(whole, piece, self.columns, carries, poison)
-        return found.nan_to_num(0.0, 0.0, 0.0) if self.clean else found
+        field = local_positions(whole, piece, self.columns, carries, poison)
+        return field.nan_to_num(0.0, 0.0, 0.0) if self.clean else field
 
 
 def _packed(loss_fn: LossFunction, piece: Piece) -> LossFunction:
@@ -96,11 +96,11 @@ def cut_step(trial: Trial, layout: Layout, rank: Rank, dtype: torch.dtype, *, co
     dirty = batch.data if clean else poisoned(batch.data, loss_fn)
     dirty = {**dirty, "input_ids": ids} if layout.packing == "tree" else dirty  # the ids determine the sharing
     data = {name: value.to(kind) if value.dtype == torch.float64 else value for name, value in dirty.items()}
-    own = local_names(loss_fn)  # ordered and sharded like the logits
+    names = local_names(loss_fn)  # ordered and sharded like the logits
     datas = []
     for piece in pieces:
-        part = {name: value[piece.rows] for name, value in data.items() if name not in own}
-        for name in own:
+        part = {name: value[piece.rows] for name, value in data.items() if name not in names}
+        for name in names:
             part[name] = local_positions(data[name], piece, columns, carries).view(*piece.shape, len(columns))
         datas.append({name: value.to(rank.device) for name, value in part.items()})
     return Step(loss_fn, columns, pieces, datas, count_valid(datas, rank.groups.data), carries, clean, rank)

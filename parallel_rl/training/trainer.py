@@ -230,9 +230,9 @@ class _Run:
         step = self.progress.step
         last = step == phase.steps
         if phase.is_main and self._evaluates_after(step, last):
-            found = self._evaluate()
-            metrics = {**metrics, "held_out_reward": found.reward, **found.metrics}
-            self.after = found.reward if last else None
+            evaluated = self._evaluate()
+            metrics = {**metrics, "held_out_reward": evaluated.reward, **evaluated.metrics}
+            self.after = evaluated.reward if last else None
         row = {**metrics, "seconds": seconds, "tokens_per_second": metrics["tokens"] / seconds}
         self.rows.append({"phase": phase.name, "step": step, **row})
         what = f"the row of {phase.name} step {step} could not be written in {self.folder}"
@@ -261,8 +261,8 @@ class _Run:
         preemption.ignore_signals()
         if self.rows and (self.saved is None or self.saved[1] != self.progress):
             self._save()
-        given = " with --run.resume auto" if self.config.run.resume == "never" else ""
-        then = " starts over" if self.saved is None else f"{given} goes on from {self.saved[0]}"
+        flag = " with --run.resume auto" if self.config.run.resume == "never" else ""
+        then = " starts over" if self.saved is None else f"{flag} goes on from {self.saved[0]}"
         text = (
             f"stopped by {cause} after {phase.name} step {self.progress.step} of {phase.steps}; the same command{then}"
         )
@@ -307,10 +307,10 @@ class _Run:
     def _evaluate(self) -> Evaluation:
         assert self.config.evaluation is not None
         tick("evaluating")
-        found = evaluate(self.session, self.config.evaluation, self.progress)
-        if found.shown:
-            self.log.text(self.progress.phase, self.progress.step, "samples", shown_text(found.shown))
-        return found
+        evaluated = evaluate(self.session, self.config.evaluation, self.progress)
+        if evaluated.shown:
+            self.log.text(self.progress.phase, self.progress.step, "samples", shown_text(evaluated.shown))
+        return evaluated
 
 
 def _raise(failure: Exception | None) -> None:

@@ -93,14 +93,11 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 
 def run(arguments: argparse.Namespace, of_config: Callable[[str], Subject]) -> int:
-    """Run the command.
+    """Run the command; return the exit status: 1 if a loss breaks the law, else 0.
 
     Args:
         arguments: those of `add_parser`.
         of_config: the loss of a run's config.
-
-    Returns:
-        the exit status: 0, or 1 where a loss breaks the law.
 
     Raises:
         ValueError: a loss, an option or a layout that does not fit.

@@ -61,13 +61,10 @@ class Way:
 
 
 def find_way(through: str) -> Way:
-    """ "groups" or "megatron".
+    """Return the way "groups" or "megatron"; ValueError if megatron-core is not installed.
 
     >>> [layout.name for layout in find_way("groups").default(8)]
     ['tp2.cp2.dp2.packed+padding.mb3.zigzag']
-
-    Raises:
-        ValueError: megatron-core is not installed.
     """
     if through == "groups":
         return Way(
@@ -188,8 +185,8 @@ def in_job(
     world = int(os.environ["WORLD_SIZE"])
     mine = way.of_job(world) if chosen is None else [one for one in chosen if one.world == world]
     if not mine:
-        asked = f"none of the layouts has {world} ranks" if chosen else "no default layout has so many; give --layouts"
-        raise ValueError(f"the job has {world} ranks: {asked}")
+        fault = f"none of the layouts has {world} ranks" if chosen else "no default layout has so many; give --layouts"
+        raise ValueError(f"the job has {world} ranks: {fault}")
     backend = job_backend()
     take_device()
     dist.init_process_group(backend, timeout=timedelta(seconds=limits.timeout))
@@ -216,8 +213,8 @@ def _places(timeout: float) -> Callable[[Layout], Rank]:
     def place(layout: Layout) -> Rank:
         key = layout.tp, layout.cp
         if key not in groups:
-            made = make_groups(dist.get_rank(), dist.get_world_size(), *key, timedelta(seconds=timeout))
-            groups[key] = Rank(*made, current_device())
+            parts = make_groups(dist.get_rank(), dist.get_world_size(), *key, timedelta(seconds=timeout))
+            groups[key] = Rank(*parts, current_device())
         return groups[key]
 
     return place

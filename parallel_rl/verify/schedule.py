@@ -70,9 +70,7 @@ def _rank(rank: int, layouts: Sequence[Layout], trial: Trial, dtype: torch.dtype
 
 
 def schedule_layouts(world: int) -> list[Layout]:
-    """Return default layouts of so many ranks, three micro-batches each.
-
-    Empty for world sizes without defaults.
+    """Return default layouts of so many ranks, three micro-batches each; [] without defaults.
 
     >>> [layout.name for layout in schedule_layouts(4)][0]
     'tp2.cp1.dp1.pp2.packed+padding.mb3.zigzag'
@@ -109,27 +107,27 @@ def run_layout(layout: Layout, trial: Trial, rank: Rank, dtype: torch.dtype) -> 
     batches = [_micro_batch(*one, context) for one in zip(step.pieces, step.datas, strict=True)]
     report = forward_backward(model, loss_fn, batches, groups=rank.groups)
     [parameter] = model.parameters()
-    found = gradient(parameter)
-    assert found is not None
+    grad = gradient(parameter)
+    assert grad is not None
     want = _shared(trial.want.gradient, trial.batch, layout)
-    found, truth = found.cpu().double(), step.local(want, whole, poison=False).double()
+    grad, truth = grad.cpu().double(), step.local(want, whole, poison=False).double()
     metrics = report.floats()
     del metrics["empty_rows"]  # of the step, whatever the loss is
     outcome = Outcome(
         sum(loss_fn.shares), metrics, 0.0, "", rank.place, torch.zeros(3, rows, width, dtype=torch.float64)
     )
-    if found.dim() == 1:  # a later stage
+    if grad.dim() == 1:  # a later stage
         truth = truth.sum(0)
     else:
         padding = torch.tensor([column is None for column in step.columns])
-        if bool((found[truth == 0] != 0).any()):
+        if bool((grad[truth == 0] != 0).any()):
             text = f"{layout.name}: a masked place or a padding column has a gradient"
-            outcome = outcome._replace(stray=text, padding_gradient=bool((found[:, padding] != 0).any()))
+            outcome = outcome._replace(stray=text, padding_gradient=bool((grad[:, padding] != 0).any()))
         for piece in step.pieces:  # of the sum over ranks, this one answers for its own places
             at = _places(piece, width)
-            add_to_maps(outcome.maps, piece, found[at], truth[at])
+            add_to_maps(outcome.maps, piece, grad[at], truth[at])
         outcome = outcome._replace(squared_error=outcome.maps[2].sum().item())
-    return _joined(layout, outcome, float((found - truth).norm() / truth.norm().clamp(min=1e-300)))
+    return _joined(layout, outcome, float((grad - truth).norm() / truth.norm().clamp(min=1e-300)))
 
 
 def _shared(whole: Tensor, batch: Batch, layout: Layout) -> Tensor:
@@ -165,15 +163,15 @@ def _places(piece: Piece, width: int) -> Tensor:
 def _micro_batch(piece: Piece, data: Mapping[str, Tensor], context: Context) -> MicroBatch:
     ids = data["input_ids"].clamp(min=0)  # wild ids stand where no loss is carried; the model looks places up, not ids
     if piece.tree is not None:
-        packed, made = None, tree_input(piece.tree, context, ids.device)
+        packed, model_input = None, tree_input(piece.tree, context, ids.device)
     elif piece.cu_seqlens is None:
-        packed, made = None, padded_input(ids, context)
+        packed, model_input = None, padded_input(ids, context)
     else:
         bounds = piece.cu_seqlens if piece.cu_seqlens_padded is None else piece.cu_seqlens_padded
         packed = PackedSequences(piece.cu_seqlens.to(ids.device), bounds.to(ids.device))
-        made = packed_input(ids, piece.cu_seqlens, bounds, context)
+        model_input = packed_input(ids, piece.cu_seqlens, bounds, context)
     tokens = _places(piece, ids.shape[1]).view(piece.shape).to(ids.device)
-    return MicroBatch(replace(made, tokens=tokens), data, packed)
+    return MicroBatch(replace(model_input, tokens=tokens), data, packed)
 
 
 class _Stage(MegatronModule):

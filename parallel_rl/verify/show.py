@@ -87,7 +87,7 @@ def _section(report: Report) -> str:
         + f'<td class="{"ok" if row.verdict == "ok" else "bad"}">{markup.escape(row.verdict)}</td></tr>'
         for row in report.rows
     )
-    found = "".join(
+    entries = "".join(
         f"<dt>{markup.escape(one.axis)}: {markup.escape(one.fault.name)}</dt>"
         f"<dd>{markup.escape(one.text)}<br>Fix: {markup.escape(one.fault.fix)}.</dd>"
         for one in report.findings
@@ -98,5 +98,5 @@ def _section(report: Report) -> str:
     head = "<tr><th>layout</th><th>loss error</th><th>gradient error</th><th>metric error</th><th>verdict</th></tr>"
     return (
         f"<details{'' if report.ok else ' open'}><summary>{markup.escape(report.name)}: {verdict}</summary>"
-        f"{f'<dl>{found}</dl>' if found else ''}<table>{head}{rows}</table></details>"
+        f"{f'<dl>{entries}</dl>' if entries else ''}<table>{head}{rows}</table></details>"
     )

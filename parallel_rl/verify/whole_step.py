@@ -129,8 +129,8 @@ def _imported(option: str, text: str) -> object:
     if not hasattr(imported, name):
         public = [key for key in vars(imported) if not key.startswith("_")]
         raise ValueError(f"{option} {text}: {module} has no {name!r}; {nearest(name, public)}")
-    found: object = getattr(imported, name)
-    return found
+    value: object = getattr(imported, name)
+    return value
 
 
 def _on_this_machine(

@@ -32,7 +32,7 @@ _NEEDED: dict[str, dict[str, object]] = {  # what has no default
 
 def every_loss() -> list[Subject]:
     """Return all registered losses with default options; name those without on standard error."""
-    found: list[Subject] = []
+    cases: list[Subject] = []
     for name in losses():
         case = Case(name, _NEEDED.get(name, {}))
         try:
@@ -40,8 +40,8 @@ def every_loss() -> list[Subject]:
         except ValueError as error:
             print(f"{name} is left out, give it by --loss and --options: {error}", file=sys.stderr)
         else:
-            found.append(case)
-    return found
+            cases.append(case)
+    return cases
 
 
 def find_loss(text: str, options: dict[str, object], fields: tuple[str, ...] = ()) -> Subject:
@@ -56,16 +56,16 @@ def find_loss(text: str, options: dict[str, object], fields: tuple[str, ...] = (
         ValueError: a module that does not import, an object that it lacks or that is not a loss, options that do not fit.
     """
     module, colon, name = text.rpartition(":")
-    found: object = _imported(module, name) if colon else get_loss(name)
-    if isinstance(found, type) and issubclass(found, LossFn):
-        case = Case(found, {**_NEEDED.get(name, {}), **options})
+    loss: object = _imported(module, name) if colon else get_loss(name)
+    if isinstance(loss, type) and issubclass(loss, LossFn):
+        case = Case(loss, {**_NEEDED.get(name, {}), **options})
         case.build()  # options that do not fit are refused here
         return case
     if options:
         raise ValueError(f"--options has no effect on {text}, which is not a class; build it with these options")
-    if fields and callable(found) and not isinstance(found, LossFn):
-        return FunctionLoss(found, fields)
-    return subject_of(found)  # type: ignore[arg-type]
+    if fields and callable(loss) and not isinstance(loss, LossFn):
+        return FunctionLoss(loss, fields)
+    return subject_of(loss)  # type: ignore[arg-type]
 
 
 def _imported(module: str, name: str) -> object:
@@ -82,8 +82,10 @@ def _imported(module: str, name: str) -> object:
         return known[name]
     # an alias such as list[int] passes for a class in Python 3.10
     classes = {key: value for key, value in vars(imported).items() if isinstance(value, type) and not get_args(value)}
-    own = [key for key, value in classes.items() if issubclass(value, LossFn)]
-    raise ValueError(f"--loss {module}:{name}: {module} has no {name!r}, and none is registered; {nearest(name, own)}")
+    names = [key for key, value in classes.items() if issubclass(value, LossFn)]
+    raise ValueError(
+        f"--loss {module}:{name}: {module} has no {name!r}, and none is registered; {nearest(name, names)}"
+    )
 
 
 _PACKINGS = ("padded", "packed", "packed+padding", "tree")
@@ -100,15 +102,15 @@ def of_words(words: Sequence[str]) -> list[Layout]:
     Raises:
         ValueError: an unknown axis, or a value that is none of it.
     """
-    given: dict[str, list[str]] = {}
+    values_of: dict[str, list[str]] = {}
     for word in words:
         name, equals, values = word.partition("=")
-        if name not in _AXES or not equals or name in given:
-            why = "is given twice" if name in given else f"is not AXIS=VALUE,VALUE; {nearest(name, _AXES)}"
+        if name not in _AXES or not equals or name in values_of:
+            why = "is given twice" if name in values_of else f"is not AXIS=VALUE,VALUE; {nearest(name, _AXES)}"
             raise ValueError(f"--layouts {word} {why}")
-        given[name] = values.split(",")
-    sizes = [[_size(name, value) for value in given.get(name, ["1"])] for name in _AXES[:5]]
-    packings, of_context = _listed(given, "packing", _PACKINGS), _listed(given, "cp_layout", _CP_LAYOUTS)
+        values_of[name] = values.split(",")
+    sizes = [[_size(name, value) for value in values_of.get(name, ["1"])] for name in _AXES[:5]]
+    packings, of_context = _listed(values_of, "packing", _PACKINGS), _listed(values_of, "cp_layout", _CP_LAYOUTS)
     return [
         Layout(tp, cp, dp, packing, micro, cp_layout, pp)
         for tp, cp, dp, pp, micro in itertools.product(*sizes)
@@ -124,8 +126,8 @@ def _size(name: str, value: str) -> int:
     return int(value)
 
 
-def _listed(given: dict[str, list[str]], name: str, known: Sequence[str]) -> list[str]:
-    values = given.get(name, [known[0]])
+def _listed(values_of: dict[str, list[str]], name: str, known: Sequence[str]) -> list[str]:
+    values = values_of.get(name, [known[0]])
     for value in values:
         if value not in known:
             raise ValueError(f"--layouts {name}={value} is not valid; {nearest(value, known)}")
@@ -147,6 +149,6 @@ def through_host(host: str, subject: Subject) -> Subject:
     loss_fn = subject.build()
     if not isinstance(loss_fn, LossFn):
         raise ValueError(f"--through {host} takes a LossFn, which {subject.name} is not")
-    found: FunctionLoss = part(FRAMEWORKS[host].law).through(loss_fn)
-    found.call.__name__ = f"{subject.name} through {host}"
-    return found
+    adapted: FunctionLoss = part(FRAMEWORKS[host].law).through(loss_fn)
+    adapted.call.__name__ = f"{subject.name} through {host}"
+    return adapted

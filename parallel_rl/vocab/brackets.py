@@ -1,11 +1,9 @@
 """Narrow a row's top-p/top-k threshold to a few candidate logits in two passes.
 
-The first pass weighs each row by bins; one all-reduce finds the threshold's bin. The second copies that bin's logits, about a
-hundredth of the row, and sums exactly what lies above. Bins are inexact float32 sums: the caller searches the logits of rows
-whose threshold is not among the copies, or with too many equal logits to copy.
-
-A CPU reads values without waiting and copies as many logits as there are. A card uses the kernels of
-`backends.triton.threshold`, which copy to a fixed number of places.
+The first pass weighs each row by bins; one all-reduce finds the threshold's bin. The second copies that bin's logits, about
+a hundredth of the row, and sums exactly those above. Bins are inexact float32 sums: the caller searches rows whose threshold
+is not among the copies, or with too many equal logits. A CPU copies any number of logits; a card a fixed number, in the
+kernels of `backends.triton.threshold`.
 """
 
 from __future__ import annotations
@@ -96,14 +94,14 @@ def find_brackets(
             if top_k is not None:
                 sums[1, rows].scatter_add_(1, number, one.expand(number.shape))
     reduce_(sums, group)
-    held, found = sums[0].cumsum_(1), []
+    held, brackets = sums[0].cumsum_(1), []
     low = high = held[:, -1:]
     if top_k is not None:  # the rest exceeds what lies above its threshold's bin
         at = _reaches(sums[1].cumsum_(1), torch.full_like(low, top_k))
-        found.append(bins.bracket(at, at))
+        brackets.append(bins.bracket(at, at))
         high, low = held.gather(1, at), torch.where(at > 0, held.gather(1, (at - 1).clamp(min=0)), 0.0)
     first, last = _reaches(held, low * (top_p * (1 - _OFF))), _reaches(held, high * (top_p * (1 + _OFF)))
-    return Brackets([*found, bins.bracket(first, last)], largest)
+    return Brackets([*brackets, bins.bracket(first, last)], largest)
 
 
 def count_brackets(
@@ -111,8 +109,7 @@ def count_brackets(
 ) -> Brackets:
     """Find brackets by counting, on a card cheaper than weighing: one read, two all-reduces.
 
-    A bin's mass is estimated from its middle, off by some percent with few ids, so a bracket includes a number of ids around
-    the apparent threshold, of any mass.
+    A bin's mass is estimated from its middle, so a bracket includes ids around the apparent threshold, of any mass.
     """
     from parallel_rl.vocab.backends.triton.threshold import vocab_bins
 
@@ -128,10 +125,10 @@ def count_brackets(
     mass = torch.cat([(total - mass.sum(1, keepdim=True)).clamp(min=0), mass], 1)
     up_to, from_below = running_sum(torch.stack([counts, mass.flip(1)]))
     tail = from_below.flip(1)
-    found, cut = [], torch.zeros_like(total)
+    brackets, cut = [], torch.zeros_like(total)
     if top_k is not None:
         at, place = (up_to < top_k).sum(1, keepdim=True), torch.full_like(total, top_k)
-        found.append(_around(bins, counts, up_to, at, place, vocab_size))
+        brackets.append(_around(bins, counts, up_to, at, place, vocab_size))
         beyond = (up_to.gather(1, at) - place) / counts.gather(1, at).clamp(min=1)
         cut = tail.gather(1, at) - mass.gather(1, at) * (1 - beyond)
     wanted = cut + (total - cut) * (1 - top_p)
@@ -139,7 +136,7 @@ def count_brackets(
     of_bin = mass.gather(1, at)
     share = (wanted - tail.gather(1, at) + of_bin) / of_bin.clamp(min=torch.finfo(mass.dtype).tiny)
     place = up_to.gather(1, at) - share.clamp(0, 1) * counts.gather(1, at)
-    return Brackets([*found, _around(bins, counts, up_to, at, place, vocab_size)], largest)
+    return Brackets([*brackets, _around(bins, counts, up_to, at, place, vocab_size)], largest)
 
 
 def _around(bins: _Bins, counts: Tensor, up_to: Tensor, at: Tensor, place: Tensor, vocab_size: int) -> Bracket:
@@ -187,10 +184,10 @@ def _window(z: Tensor, reach: Tensor, group: ProcessGroup | None) -> _Bins:
 def copy_candidates(z: Tensor, low: Tensor, high: Tensor, beside: Callable[[slice], None]) -> list[Candidates]:
     """Copy the logits in each bracket [T, brackets] and call `beside` per block of rows: one read."""
     most = max(64, z.shape[1] // _MOST)
-    found: list[list[tuple[Tensor, Tensor]]] = [[] for _ in range(low.shape[1])]
+    copies: list[list[tuple[Tensor, Tensor]]] = [[] for _ in range(low.shape[1])]
     for rows in even_blocks(z, _COPY_SCRATCH, least=4):
         beside(rows)
-        for index, parts in enumerate(found):
+        for index, parts in enumerate(copies):
             inside = z[rows] >= low[rows, index : index + 1]
             inside &= z[rows] < high[rows, index : index + 1]
             row, column = inside.nonzero(as_tuple=True)
@@ -199,7 +196,7 @@ def copy_candidates(z: Tensor, low: Tensor, high: Tensor, beside: Callable[[slic
                 few = (count[row] <= most)[:, 0]
                 row, column = row[few], column[few]
             parts.append((z[rows][row, column], count))
-    return [_ordered(parts, most) for parts in found]
+    return [_ordered(parts, most) for parts in copies]
 
 
 def _ordered(parts: list[tuple[Tensor, Tensor]], most: int) -> Candidates:

@@ -71,7 +71,7 @@ def shard_of_dtensor(
     if logits.dim() != 3:
         raise ValueError(f"next_token_logits must be [B, S/cp, V/tp], got a DTensor {list(logits.shape)}")
     groups = {1: context_group, 2: tensor_group}
-    found = dict.fromkeys(groups, False)
+    cuts = dict.fromkeys(groups, False)
     for axis, placement in enumerate(logits.placements):
         if mesh.size(axis) == 1:
             continue
@@ -84,20 +84,20 @@ def shard_of_dtensor(
                     f"the logits are {placement} over {name!r}, which is not the {ROLES[cut]}; take the groups of "
                     f"ParallelGroups.from_device_mesh(mesh, {_ARGUMENTS[cut]}={name!r})"
                 )
-            found[cut] = True
+            cuts[cut] = True
         elif role is not None:
             raise ValueError(
                 f"the logits are {placement} over {name!r}, the {ROLES[role]}, which needs Shard({-1 if role == 2 else 1}); "
                 f"give no {ROLES[role]} for logits that it does not cut so"
             )
     for dim, group in groups.items():
-        if group_size(group) > 1 and not found[dim]:
+        if group_size(group) > 1 and not cuts[dim]:
             raise ValueError(
                 f"the {ROLES[dim]} is not a dimension of the logits' mesh ({', '.join(mesh.mesh_dim_names or ())})"
             )
     width = -(-logits.shape[2] // group_size(tensor_group))
     start = min(group_rank(tensor_group) * width, logits.shape[2])
-    return LogitShard(logits.to_local(), logits.shape[1], logits.shape[2], start, found[1])
+    return LogitShard(logits.to_local(), logits.shape[1], logits.shape[2], start, cuts[1])
 
 
 def _cut_dimension(placement: Placement, name: str, dims: int) -> int | None:

@@ -40,7 +40,9 @@ def sample_tokens(
     vocab_size: int | None = None,
     vocab_start: int | None = None,
 ) -> Tensor:
-    """Draw one token a row from softmax(z / temperature): Gumbel-max per shard, one all-gather [rows, 2].
+    """Draw one int64 token a row from softmax(z / temperature), the same on all ranks of the group.
+
+    Gumbel-max per shard (Maddison, Tarlow, Minka, "A* sampling", NeurIPS 2014), one all-gather [rows, 2].
 
         token = argmax_v  z_v / temperature − log(−log u(key, v)),     u a hash of (key, v), uniform on (0, 1)
 
@@ -60,14 +62,9 @@ def sample_tokens(
         vocab_size: true size V; columns at or beyond it are padding and never drawn.
         vocab_start: first column's id, for a split that is neither even nor `torch.chunk`'s.
 
-    Returns:
-        [...] int64 token ids, the same on all ranks of the group.
-
     Raises:
         ValueError: on all ranks of the group: shapes, dtypes or options that do not fit; where values are checked (see
             `set_validation`) a row with NaN, +inf or only −inf.
-
-    Gumbel-max: Maddison, Tarlow, Minka, "A* sampling", NeurIPS 2014.
     """
 
     def check() -> VocabShard:

@@ -66,7 +66,7 @@ class VocabShard:
         if not isinstance(self.temperature, torch.Tensor) and not 0 < self.temperature < math.inf:
             raise ValueError(f"temperature = {self.temperature} must be positive and finite")
         if self.sum_pi_squared and not self.entropy:
-            raise ValueError("sum_pi_squared = True is computed beside the entropy; set entropy = True")
+            raise ValueError("sum_pi_squared = True needs the entropy; set entropy = True")
         self.truncation.check(self.vocab_size)
 
     @classmethod
@@ -105,8 +105,8 @@ class VocabShard:
 
     def at(self, rows: slice | Tensor) -> VocabShard:
         """Restrict to some rows: with their temperatures, if each has its own."""
-        own = isinstance(self.temperature, torch.Tensor) and self.temperature.dim() > 0
-        return replace(self, temperature=self.temperature[rows]) if own else self  # type: ignore[index]
+        per_token = isinstance(self.temperature, torch.Tensor) and self.temperature.dim() > 0
+        return replace(self, temperature=self.temperature[rows]) if per_token else self  # type: ignore[index]
 
     @property
     def temperature_of_rows(self) -> float | Tensor:
@@ -130,13 +130,10 @@ class VocabShard:
 def check_spans(
     group: ProcessGroup | None, width: int, vocab_size: int | None, vocab_start: int | None, like: Tensor
 ) -> None:
-    """Refuse shards with `vocab_start` that overlap or leave a hole, which would silently be wrong.
+    """Refuse shards with `vocab_start` that overlap or leave a hole; ValueError on all ranks of the group.
 
-    Costs one all-gather of two integers and a copy to the host, in a group's first call with this vocabulary size; nothing
-    without `vocab_start` or in mode "never". All ranks of the group call it, with or without `vocab_start`.
-
-    Raises:
-        ValueError: on all ranks of the group.
+    The group's first call with this vocabulary size costs one all-gather of two integers and a copy to the host; others, mode
+    "never" and calls without `vocab_start` cost nothing. All ranks of the group call it, with or without `vocab_start`.
     """
     if vocab_start is None or get_validation() == "never" or torch.compiler.is_compiling():
         return

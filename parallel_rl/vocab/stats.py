@@ -127,16 +127,13 @@ def stats_of_shard(
 
 
 def stats_of_edges(logits: Tensor, targets: Tensor, keep: Tensor, shard: VocabShard, branches: Tensor) -> TokenStats:
-    """Compute the statistics of rows with several targets, without copying rows or reading twice.
+    """Compute statistics of rows with several targets: log-probs [T + X], −inf without one; others [T].
 
     Args:
         logits: [T, V/tp].
         targets: [T + X] the target of each row, −1 for none or several; then those of the branching rows.
         keep: [T] the rows that count.
         branches: [X] the row of each further target, in order.
-
-    Returns:
-        `TokenStats` with log-probs [T + X], −inf without a target; the others are [T].
     """
     inv_t = shard.inverse_temperature(math_dtype(logits.dtype), logits.device)
     return TokenStats(*_TokenStats.apply(logits, targets, keep, inv_t, shard, None, branches))
@@ -156,19 +153,19 @@ class _TokenStats(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
         edges = RowSpec(targets, keep, inv_t, shard.start, shard.valid)
         spec = edges if branches is None else edges._replace(targets=targets[: len(z)])
-        asked = shard.entropy, shard.backend, shard.sum_pi_squared
+        outputs = shard.entropy, shard.backend, shard.sum_pi_squared
         parts = None
         if floor is not None:  # dropped logits have probability 0, hence gradient 0
             kept = None if shard.consume_logits else torch.empty_like(z, memory_format=torch.contiguous_format)
-            parts = truncated_row_parts(z.detach(), floor, spec, *asked, kept=kept)
+            parts = truncated_row_parts(z.detach(), floor, spec, *outputs, kept=kept)
             z = z if kept is None else kept
         elif group_size(shard.group) > 1 or branches is not None:
-            parts = row_parts(z, spec, *asked)
+            parts = row_parts(z, spec, *outputs)
         if parts is not None and branches is not None:
             edges = with_branches(edges, branches)
             parts = torch.cat([parts, branch_parts(z, parts, edges, branches)])
         if parts is None:
-            logp, ent, lse, squares, rows = row_stats(z, spec, *asked)
+            logp, ent, lse, squares, rows = row_stats(z, spec, *outputs)
         else:
             logp, ent, lse, squares, rows = combine_rows(all_gather(parts, shard.group), edges, shard.backend)
         if branches is not None:

@@ -125,17 +125,17 @@ class _Search(NamedTuple):
         def weigh_above(rows: slice) -> None:
             above[rows, :3] = weigh(z[rows], high[rows], *(rows_of(x, rows) for x in scale))
 
-        found = copy_candidates(z, low, high, weigh_above)
-        above[:, 3:] = torch.cat([x.overflow for x in found], 1).sum(1, keepdim=True)
+        copies = copy_candidates(z, low, high, weigh_above)
+        above[:, 3:] = torch.cat([x.overflow for x in copies], 1).sum(1, keepdim=True)
         local = above
         above = reduce_(above.clone(), self.group)
         floor, total, missed = all_stay, above[:, 1:2], above[:, 3:] > 0
         if self.top_k is not None:
-            k, values = torch.full_like(total, self.top_k), found[0].values
+            k, values = torch.full_like(total, self.top_k), copies[0].values
             floor = _digits(partial(_held_above, values, local[:, :1], ()), lambda _: k, values, self.group)
             kept = _held_above(values, torch.zeros_like(total), (all_stay, *scale), floor)
             total, missed = total + reduce_(kept, self.group), missed | floor.isinf()
-        wanted, values = self.fraction(total), found[-1].values
+        wanted, values = self.fraction(total), copies[-1].values
         held = partial(_held_above, values, local[:, 2:3], (floor, *scale))
         return torch.where(missed, torch.inf, _digits(held, lambda _: wanted, values, self.group))
 
@@ -153,13 +153,13 @@ class _Search(NamedTuple):
         scale, all_stay = self.scale(brackets.largest), torch.full_like(brackets.largest, -torch.inf)
         low, high = (torch.cat(ends, 1) for ends in zip(*brackets.each, strict=True))
         most = capacity(z.shape[1])
-        local, values, found = vocab_weigh(z, low, high, *scale, most)
-        sums = reduce_(torch.cat([local, (found > most).t()], 1), self.group)
+        local, values, number = vocab_weigh(z, low, high, *scale, most)
+        sums = reduce_(torch.cat([local, (number > most).t()], 1), self.group)
         above_k, from_k, total, above_p, from_p = sums[:, :5, None].unbind(1)
 
         def among(bracket: int, missed: Tensor, column: int, rest: tuple[Tensor, ...]) -> Callable[[Tensor], Tensor]:
             above = local[:, column : column + 1].masked_fill(missed, 0)
-            return partial(vocab_held, z, missed, values[bracket], found[bracket], above, rest)
+            return partial(vocab_held, z, missed, values[bracket], number[bracket], above, rest)
 
         floor = all_stay
         if self.top_k is not None:

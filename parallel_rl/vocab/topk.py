@@ -26,12 +26,11 @@ if TYPE_CHECKING:
 
 
 def gather_columns(logits: Tensor, ids: Tensor, keep: Tensor, shard: VocabShard) -> Tensor:
-    """Gather each row's logits at its own global columns, over the temperature; differentiable.
+    """Gather each row's logits [T, K] at its own columns, over the temperature; differentiable.
 
         out[t, k] = z[t, ids[t, k]] / temperature
 
-    Forward: one all-reduce of [T, K], which adds zeros to the owner's number, so all ranks hold the same bits. Backward: a
-    local scatter, as every tensor rank computes the same loss.
+    Forward: one all-reduce of [T, K], with the same bits on all ranks. Backward: a local scatter.
 
     >>> from parallel_rl.vocab.shards import VocabShard
     >>> gather_columns(torch.tensor([[1.0, 2.0, 3.0]]), torch.tensor([[2, 0]]), torch.tensor([True]), VocabShard.of(3))
@@ -41,9 +40,6 @@ def gather_columns(logits: Tensor, ids: Tensor, keep: Tensor, shard: VocabShard)
         logits: [T, V/tp] this rank's columns, any float dtype.
         ids: [T, K] integers, the same on all ranks of the group.
         keep: [T] bool; other rows are 0 with gradient 0, for any logits and ids.
-
-    Returns:
-        [T, K] in max(float32, the logits' dtype).
 
     Raises:
         ValueError: shapes or dtypes; an id outside the vocabulary in a kept row (where values are checked).
@@ -105,7 +101,7 @@ def check_columns(name: str, ids: Tensor, vocab_size: int) -> None:
 
 @torch.no_grad()
 def top_columns(logits: Tensor, k: int, shard: VocabShard) -> tuple[Tensor, Tensor]:
-    """Find the k largest logits of each row and their global ids, e.g. of a teacher for distillation.
+    """Find each row's k largest logits [T, k], descending, in float32 or wider, and their ids [T, k].
 
     Each shard's largest, then two all-gathers of [T, k]. Of equal logits the smaller id comes first, for every split.
 
@@ -115,9 +111,6 @@ def top_columns(logits: Tensor, k: int, shard: VocabShard) -> tuple[Tensor, Tens
 
     Args:
         logits: [T, V/tp], before any temperature. k: 1 to `shard.vocab_size`, else ValueError.
-
-    Returns:
-        Values [T, k] in max(float32, the logits' dtype), descending, and ids [T, k] int64; the same on all ranks.
     """
     if isinstance(k, bool) or not isinstance(k, int) or not 1 <= k <= shard.vocab_size:
         raise ValueError(f"k = {k!r} must be an integer in [1, vocab_size = {shard.vocab_size}]")

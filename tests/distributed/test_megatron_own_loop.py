@@ -725,7 +725,7 @@ WARNED: dict[str, tuple[dict[str, int], Callable[[], object], str]] = {
         lambda: _step(NLL(), case=Case(experts="alltoall"), training=False),
         "the model is in eval mode",
     ),
-    "a gradient that the optimizer left": ({}, lambda: _left_in_grad(False), "optimizer.zero_grad() beside model."),
+    "a gradient that the optimizer left": ({}, lambda: _left_in_grad(False), "optimizer.zero_grad() and model."),
     "one callback for all micro-batches": ({"tp": 2}, lambda: _one_callback(), "a callback was called twice"),
     "a loss that cuts rows in order": (
         {"cp": 2},

@@ -78,7 +78,7 @@ def test_heads_that_do_not_fit(change: dict[str, Any], message: str) -> None:
 def test_a_teacher_of_hidden_states_goes_with_a_student_of_hidden_states() -> None:
     student, data = heads()
     logits = torch.zeros(4, 6, VOCAB, dtype=torch.float64)
-    with pytest.raises(ValueError, match="teacher_logits is an LMHeadInput beside logits of the student; give both"):
+    with pytest.raises(ValueError, match="teacher_logits is an LMHeadInput and the student gives logits; give both"):
         FullDistillationLossFn()(logits, data, *count_valid(data))
     NLLLoss()(student, data, *count_valid(data))  # what a loss does not read does not concern it
     data["token_mask"] = data["teacher_logits"]

@@ -159,7 +159,7 @@ def test_a_kl_of_nemo_rl_is_written_down(penalty: float | None) -> None:
     ported = options_of({"grpo": {}, "loss_fn": given})
     assert ported.config["rl"]["loss"]["options"] == {"reference_policy_kl_penalty": penalty or 0.01}  # type: ignore[index]
     [line] = [line for line in ported.differs if "penalty" in line]
-    assert f"reference_policy_kl_penalty = {penalty or 0.01}: it pulls back to the reference" in line
+    assert f"reference_policy_kl_penalty = {penalty or 0.01}: a KL to the reference" in line
 
 
 def test_what_is_sampled_and_where_it_runs() -> None:

@@ -88,7 +88,7 @@ def test_on_shards() -> None:
 
 
 def test_it_comes_beside_the_entropy() -> None:
-    with pytest.raises(ValueError, match="sum_pi_squared = True is computed beside the entropy; set entropy = True"):
+    with pytest.raises(ValueError, match="sum_pi_squared = True needs the entropy; set entropy = True"):
         token_stats(torch.zeros(T, V), TARGETS, entropy=False, sum_pi_squared=True)
 
 

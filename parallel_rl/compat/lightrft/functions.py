@@ -139,8 +139,8 @@ def get_advantages_and_returns(
         ]
         return [_row(part[0]) for part in parts], [_row(part[1]) for part in parts]
     values, rewards = _masked(values, action_mask), _masked(rewards, action_mask)
-    found = gae(rewards, values, torch.ones_like(rewards), gamma, lambd)
-    return found.advantages, found.returns
+    estimated = gae(rewards, values, torch.ones_like(rewards), gamma, lambd)
+    return estimated.advantages, estimated.returns
 
 
 def _masked(x: Tensor, mask: Tensor | None) -> Tensor:

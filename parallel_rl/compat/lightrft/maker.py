@@ -112,8 +112,8 @@ class ExperienceMaker(Generic[PromptT]):
         self.controller = kl_controller(estimator.kl_coefficient, self.config.kl_target, self.config.kl_horizon)
         self.running, self.failures = RunningMoments(), SampleFailures(self.config.failed_samples)
         for name in estimator.needs:
-            source, given = self._source(name)
-            if not given:
+            source, available = self._source(name)
+            if not available:
                 raise ValueError(f"advantages {estimator.name!r} need {name}; sources.{source} is missing")
         if (self.config.dynamic_sampling is None) != (sources.more is None):
             raise ValueError(
@@ -131,34 +131,34 @@ class ExperienceMaker(Generic[PromptT]):
         config, groups = self.config, self.groups
         drawn = self._draw(prompts)
         keep, total = drawn.keep, drawn.rewards if drawn.rewards.dim() == 1 else drawn.rewards.sum(1)
-        made = replace(Experience.of(drawn.samples), sample_mask=keep)
-        made = made.with_fields(
-            **raise_on_all_ranks(lambda: ask_models(made, self.sources, config.kl_estimator), [groups.data])
+        experience = replace(Experience.of(drawn.samples), sample_mask=keep)
+        experience = experience.with_fields(
+            **raise_on_all_ranks(lambda: ask_models(experience, self.sources, config.kl_estimator), [groups.data])
         )
-        rewards, clipped = shape_rewards(made, total, config, self.running, keep, groups.data)
-        fields = {**made.data(), "rewards": rewards, "reward_components": drawn.rewards}
+        rewards, clipped = shape_rewards(experience, total, config, self.running, keep, groups.data)
+        fields = {**experience.data(), "rewards": rewards, "reward_components": drawn.rewards}
         estimates = compute_advantages(fields, config.advantages, groups, self.controller)
         weights = torch.ones_like(total)
         if config.weight_clip is not None:
             limit, columns = config.weight_clip, {"rewards": total, "group_ids": fields["group_ids"]}
             weights = by_group(lambda table: table.informative_weight(limit), columns, keep, groups.data)
-        mask = made.token_mask.bool() & keep[:, None]
-        kl = torch.zeros_like(estimates.advantages) if made.kl is None else torch.where(mask, made.kl, 0.0)
+        mask = experience.token_mask.bool() & keep[:, None]
+        kl = torch.zeros_like(estimates.advantages) if experience.kl is None else torch.where(mask, experience.kl, 0.0)
         if config.kl_target is not None:
             samples = moments(keep.double(), keep, groups.data).number
             self.controller.update(float(moments(kl, mask, groups.data).mean), int(samples))
-        made = replace(
-            made,
+        experience = replace(
+            experience,
             kl=kl,
             advantages=estimates.advantages * weights[:, None].to(estimates.advantages.dtype),
             returns=estimates.returns,
             rewards=rewards,
-            sample_mask=keep & ~is_truncated(made) if config.mask_truncated else keep,
-            info=_info(made, total, kl),
+            sample_mask=keep & ~is_truncated(experience) if config.mask_truncated else keep,
+            info=_info(experience, total, kl),
             others={},
         )
         failed = self.failures.metrics() if groups.dp_rank == 0 else dict.fromkeys(self.failures.metrics(), 0.0)
-        return Made(made, _metrics(made, drawn, clipped & keep, failed, counts=groups.cp_rank == 0))
+        return Made(experience, _metrics(experience, drawn, clipped & keep, failed, counts=groups.cp_rank == 0))
 
     def state_dict(self) -> dict[str, dict[str, float]]:
         """Return the state of KL controller and running moments for a checkpoint."""
@@ -173,9 +173,9 @@ class ExperienceMaker(Generic[PromptT]):
 
     def _source(self, name: str) -> tuple[str, bool]:
         """Name of the source of the field that an estimator reads, and whether it is given."""
-        own = {"kl": "reference_logprobs", "values": "values"}
-        if name in own:
-            return own[name], getattr(self.sources, own[name]) is not None
+        providers = {"kl": "reference_logprobs", "values": "values"}
+        if name in providers:
+            return providers[name], getattr(self.sources, providers[name]) is not None
         # known only after sampling
         return f"others[{name!r}]", name in (*_MADE_HERE, "prev_logprobs", *self.sources.others)
 
@@ -186,9 +186,9 @@ class ExperienceMaker(Generic[PromptT]):
 
         def draw(missing: Sequence[int], number: int) -> tuple[Samples, Tensor] | None:
             def work() -> tuple[Samples, Tensor, dict[str, Tensor]] | None:
-                asked = _others(sources, len(missing)) if number else prompts
+                places = _others(sources, len(missing)) if number else prompts
                 # a rank with enough samples still takes part in each round
-                return _generate(sources, asked, size, self.failures) if asked or not number else None
+                return _generate(sources, places, size, self.failures) if places or not number else None
 
             result = raise_on_all_ranks(work, [groups.data])
             self.failures.count(*((0, {}) if result is None else (len(result[0]), result[2])), data=groups.data)
@@ -201,8 +201,8 @@ class ExperienceMaker(Generic[PromptT]):
         drawn = drawn._replace(keep=drawn.keep & ~failed, rewards=drawn.rewards.nan_to_num(0.0))
         samples = drawn.samples
         if samples.group_ids is None:
-            own = torch.arange(len(samples)) // size + (groups.dp_rank << 40)  # unique over ranks
-            samples = replace(samples, group_ids=own.to(samples.lengths.device))
+            ids = torch.arange(len(samples)) // size + (groups.dp_rank << 40)  # unique over ranks
+            samples = replace(samples, group_ids=ids.to(samples.lengths.device))
         elif dynamic is not None:
             columns = {"rewards": torch.zeros_like(samples.group_ids).double(), "group_ids": samples.group_ids}
             everyone = torch.ones_like(samples.group_ids, dtype=torch.bool)
@@ -287,22 +287,24 @@ def _info(samples: Samples, rewards: Tensor, kl: Tensor) -> dict[str, Tensor]:
     }
 
 
-def _metrics(made: Experience, drawn: Drawn, clipped: Tensor, failed: Mapping[str, float], *, counts: bool) -> Metrics:
+def _metrics(
+    experience: Experience, drawn: Drawn, clipped: Tensor, failed: Mapping[str, float], *, counts: bool
+) -> Metrics:
     """Average over all ranks' counted samples, with one denominator for metrics of the same `counts`."""
     keep, count = drawn.keep, drawn.keep.sum().double()
-    assert made.info is not None and made.rewards is not None and made.kl is not None
+    assert experience.info is not None and experience.rewards is not None and experience.kl is not None
 
     def mean(x: Tensor) -> Metric:
         return Metric("ratio", torch.where(keep, x.double(), 0.0).sum(), count)
 
-    tokens = (made.token_mask.bool() & keep[:, None]).sum().double()
+    tokens = (experience.token_mask.bool() & keep[:, None]).sum().double()
     return Metrics(
         {
-            **{name: mean(made.info[name]) for name in ("reward", "response_length", "total_length")},
-            "shaped_reward": mean(made.rewards),
+            **{name: mean(experience.info[name]) for name in ("reward", "response_length", "total_length")},
+            "shaped_reward": mean(experience.rewards),
             "reward_clip_fraction": mean(clipped),
-            "truncated_fraction": mean(is_truncated(made)),
-            "kl": Metric("ratio", made.kl.double().sum(), tokens),
+            "truncated_fraction": mean(is_truncated(experience)),
+            "kl": Metric("ratio", experience.kl.double().sum(), tokens),
             "samples": Metric("count", count * counts),
             **{name: Metric("count", torch.tensor(n * counts, device=keep.device)) for name, n in failed.items()},
             "prompts_tried": Metric("count", torch.tensor(float(drawn.tried * counts), device=keep.device)),

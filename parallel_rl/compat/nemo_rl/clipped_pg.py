@@ -118,8 +118,8 @@ class ClippedPGLossFn(LogProbLoss):
         )
         metrics |= token_ranges(batch, {"probs_ratio": ratio, "probs_ratio_clamped": clipped})
         metrics["kl_penalty"] = shares.metrics.get("kl_penalty", Metric("share", torch.zeros_like(shares.loss)))
-        given = prev if policy.on_policy else batch.recorded("prev_logprobs")
-        return metrics | self._importance(batch, given, by_row)
+        recorded = prev if policy.on_policy else batch.recorded("prev_logprobs")
+        return metrics | self._importance(batch, recorded, by_row)
 
     def _importance(self, batch: TokenBatch, prev: Tensor, by_row: bool) -> dict[str, Metric]:
         """Compute sampling_importance_ratio, and with a truncation is_oob_ratio."""
@@ -138,17 +138,17 @@ class ClippedPGLossFn(LogProbLoss):
         tokens, sequences, none = normalizers()
         gradient = tokens if self.cfg["token_level_loss"] else sequences
         by_sequence = bool(self.cfg["sequence_level_importance_ratios"])
-        found = {"loss": gradient, "kl_penalty": gradient}
-        found |= dict.fromkeys(
+        divisors = {"loss": gradient, "kl_penalty": gradient}
+        divisors |= dict.fromkeys(
             ("probs_ratio", "probs_ratio_clamped", "token_mult_prob_error", "approx_entropy"), tokens
         )
-        found |= dict.fromkeys(("gen_kl_error", "policy_kl_error", "js_divergence_error"), tokens)
-        found |= {"sampling_importance_ratio": sequences if by_sequence else tokens}
-        found |= dict.fromkeys(("num_valid_samples", "positive_nll_loss"), none)
-        found |= {f"{name}_{end}": none for name in ("probs_ratio", "probs_ratio_clamped") for end in ("min", "max")}
+        divisors |= dict.fromkeys(("gen_kl_error", "policy_kl_error", "js_divergence_error"), tokens)
+        divisors |= {"sampling_importance_ratio": sequences if by_sequence else tokens}
+        divisors |= dict.fromkeys(("num_valid_samples", "positive_nll_loss"), none)
+        divisors |= {f"{name}_{end}": none for name in ("probs_ratio", "probs_ratio_clamped") for end in ("min", "max")}
         if (kind := self.cfg["truncated_importance_sampling_type"]) is not None:
-            found["is_oob_ratio"] = sequences if kind == "seq-mask-tis" else tokens
-        return found
+            divisors["is_oob_ratio"] = sequences if kind == "seq-mask-tis" else tokens
+        return divisors
 
 
 def _positive_nll(batch: TokenBatch, positive: Tensor, by_row: bool) -> Tensor:

@@ -174,6 +174,6 @@ class MseValueLossFn(LossFunction):
         batch = batch_of(values.to(math_dtype(values.dtype)), wide, fields, (None, global_valid_toks))
         loss, metrics = self.value_loss.compute(replace(batch, output=ModelOutput(head=batch.logprobs)))
         loss = self.factor * loss
-        found = floats({**metrics, "loss": loss}) | {"num_valid_samples": len(values)}
-        ends = {name: found[name] if batch.mask.any() else 0.0 for name in ("values_min", "values_max")}
-        return loss, found | ends
+        numbers = floats({**metrics, "loss": loss}) | {"num_valid_samples": len(values)}
+        ends = {name: numbers[name] if batch.mask.any() else 0.0 for name in ("values_min", "values_max")}
+        return loss, numbers | ends

@@ -129,13 +129,13 @@ class LossConfig(dict[str, object]):
         """Read options of a mapping or an object, else ConfigError; warn of other keys, which have no effect."""
         if not isinstance(cfg, Mapping) and not hasattr(cfg, "__dict__"):
             raise ConfigError(f"cfg must be a mapping or a {cls.__name__}, got {cfg!r}")
-        given = cfg if isinstance(cfg, Mapping) else vars(cfg)
-        for key in given:
+        options = cfg if isinstance(cfg, Mapping) else vars(cfg)
+        for key in options:
             if key not in cls.defaults:
                 warnings.warn(
                     f"{cls.__name__}: the key {key!r} has no effect; {nearest(str(key), cls.defaults)}", stacklevel=3
                 )
-        return cls({key: given[key] for key in cls.defaults if key in given})
+        return cls({key: options[key] for key in cls.defaults if key in options})
 
     def number(self, name: str) -> float:
         """Return an option that must be a number, else raise ConfigError."""

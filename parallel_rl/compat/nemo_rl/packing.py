@@ -67,8 +67,8 @@ class SequencePackingLossWrapper:
         context_parallel_group: ProcessGroup | None = None,
     ) -> Result:
         """Return the loss and its metrics; ValueError for bounds that do not fit."""
-        given = vocab_parallel_rank, vocab_parallel_group, context_parallel_group
-        groups = self.groups if given == (None, None, None) else given
+        in_call = vocab_parallel_rank, vocab_parallel_group, context_parallel_group
+        groups = self.groups if in_call == (None, None, None) else in_call
         counts = global_valid_seqs, global_valid_toks
         if self.prepare_fn is not None or not isinstance(self.loss_fn, LossFunction):
             return self._by_sequence(next_token_logits, data, counts, groups)
@@ -92,10 +92,10 @@ class SequencePackingLossWrapper:
         metrics: dict[str, float | Tensor] = {}
         for row, length in enumerate(lengths):
             one = {key: x[row : row + 1] for key, x in data.items()}
-            own: Data = {key: x[:, :length] if _has_tokens(x) else x for key, x in one.items()}
-            loss, found = self._one(logits[:, bounds[row] : bounds[row + 1]], own, counts, groups)
+            sequence: Data = {key: x[:, :length] if _has_tokens(x) else x for key, x in one.items()}
+            loss, measured = self._one(logits[:, bounds[row] : bounds[row + 1]], sequence, counts, groups)
             total = total + loss
-            for key, value in found.items():
+            for key, value in measured.items():
                 metrics[key] = _joined(key, metrics.get(key), float(value))
         assert isinstance(total, Tensor)
         return total, metrics

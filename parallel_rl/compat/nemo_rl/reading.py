@@ -104,11 +104,11 @@ class ShardedOutput:
         )
         logits, entropy = self.logits.flatten(0, -2), None
         if whole:
-            found, entropy = column_log_probs(logits, columns, here, shard)
+            logprobs, entropy = column_log_probs(logits, columns, here, shard)
             entropy = layout.unshard(entropy, self.context_group, shift=False)[:, : width - 1]
         else:
-            found = gather_columns(logits, columns, here, shard).log_softmax(-1)
-        return layout.unshard(found, self.context_group, shift=False)[:, : width - 1], entropy
+            logprobs = gather_columns(logits, columns, here, shard).log_softmax(-1)
+        return layout.unshard(logprobs, self.context_group, shift=False)[:, : width - 1], entropy
 
     def _read(self, ids: Tensor, truncation: Truncation) -> tuple[SequenceLayout, VocabShard, Tensor]:
         """Return the logits' layout, this rank's columns, and the ids as wide as the layout."""

@@ -40,8 +40,8 @@ def with_totals(batch: TokenBatch, totals: Totals, token_level_loss: bool, step:
             "batch_num_tokens and global_batch_size go with dp_size; global_valid_seqs and global_valid_toks give this rank's "
             "share instead: give one or the other"
         )
-    given = as_count(total, batch.mask.device)
-    counts = batch.counts._replace(**{"toks" if token_level_loss else "seqs": given})
+    count = as_count(total, batch.mask.device)
+    counts = batch.counts._replace(**{"toks" if token_level_loss else "seqs": count})
     return replace(batch, local=replace(batch.local, counts=counts)), dp_size
 
 
@@ -174,10 +174,10 @@ class GPTLMLoss(nn.Module):
             raise ValueError("ring_attn_group has its own mean: leave out global_valid_toks and context_parallel_group")
         ranks = group_size(ring)
         length = labels.shape[-1] // ranks
-        own = next_token_loss(
+        local = next_token_loss(
             logits, labels.narrow(-1, group_rank(ring) * length, length), tensor_group=vocab_parallel_group
         )
-        total = own.detach().clone()
+        total = local.detach().clone()
         if ranks > 1:
             dist.all_reduce(total, group=ring)
-        return straight_through(total, own) / ranks
+        return straight_through(total, local) / ranks

@@ -203,9 +203,9 @@ class PolicyLoss(nn.Module):
         return loss, clip_ratio.to(loss.dtype), ppo_kl.to(loss.dtype), vllm_kl, filtered
 
     def _batch(
-        self, given: tuple[Tensor, Tensor, Tensor, Tensor | None], mask: Tensor | None, step: Step
+        self, tensors: tuple[Tensor, Tensor, Tensor, Tensor | None], mask: Tensor | None, step: Step
     ) -> TokenBatch:
-        logprobs, old, advantages, rollout = given
+        logprobs, old, advantages, rollout = tensors
         fields = {"advantages": advantages, "prev_logprobs": old, "old_logprobs": old}
         if self.is_correction_level != "off":
             if rollout is None:

@@ -113,8 +113,10 @@ class PolicyLossFn(ABC):
     def default_args(cls) -> dict[str, object]:
         """Return the constructor's arguments for a config that gives none: defaults and `other_defaults`."""
         parameters = inspect.signature(cls).parameters.values()
-        own = {each.name: each.default for each in parameters if each.name != "backend" and each.default is not None}
-        return {**own, **cls.other_defaults}
+        defaults = {
+            each.name: each.default for each in parameters if each.name != "backend" and each.default is not None
+        }
+        return {**defaults, **cls.other_defaults}
 
 
 def aggregation(mode: str) -> Aggregation:

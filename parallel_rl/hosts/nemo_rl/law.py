@@ -29,10 +29,10 @@ def nemo_rl(loss: Callable[..., tuple], fields: tuple[str, ...] = ()) -> Functio
         logits: Tensor, data: Mapping[str, Tensor], seqs: Tensor, toks: Tensor
     ) -> tuple[Tensor, Mapping[str, float]]:
         logprobs, mask = row_logprobs(logits, data)
-        given = {name: torch.where(mask, data[name], 0) for name in ("input_ids", *fields)}
-        given |= {"token_mask": mask.to(logits), "sample_mask": data["sample_mask"].to(logits)}
+        fields_of_call = {name: torch.where(mask, data[name], 0) for name in ("input_ids", *fields)}
+        fields_of_call |= {"token_mask": mask.to(logits), "sample_mask": data["sample_mask"].to(logits)}
         value, metrics = loss(
-            next_token_logprobs=logprobs[:, 1:], data=given, global_valid_seqs=seqs, global_valid_toks=toks
+            next_token_logprobs=logprobs[:, 1:], data=fields_of_call, global_valid_seqs=seqs, global_valid_toks=toks
         )
         return value, {name: x for name, x in metrics.items() if not ("_min" in name or "_max" in name)}
 

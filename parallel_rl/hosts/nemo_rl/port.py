@@ -78,18 +78,18 @@ def _objective(root: Reader) -> tuple[str, str]:
 def clipped_pg(loss: Reader) -> Tree:
     """Make the options of our clipped_pg, without those that others disable."""
     read = {name: loss.get(name, ours=f"rl.loss.options.{name}") for name in _CLIPPED}
-    given = {name: value for name, value in read.items() if name in loss.section}
+    kept = {name: value for name, value in read.items() if name in loss.section}
 
     def drop(names: tuple[str, ...], why: str) -> None:
         for name in names:
-            if name in given and given[name] not in (_CLIPPED[name], None, False):
+            if name in kept and kept[name] not in (_CLIPPED[name], None, False):
                 loss.drop(name, why)
-            elif name in given:
+            elif name in kept:
                 loss.note(name, "no_effect", why=why)
-            given.pop(name, None)
+            kept.pop(name, None)
 
     def on(name: str) -> bool:
-        return bool(given.get(name, _CLIPPED[name]))
+        return bool(kept.get(name, _CLIPPED[name]))
 
     if on("force_on_policy_ratio"):
         drop(("disable_ppo_ratio",), "with force_on_policy_ratio")
@@ -106,11 +106,11 @@ def clipped_pg(loss: Reader) -> Tree:
         drop(
             tuple(_TIS + name for name in ("type", "ratio", "ratio_min")), "without use_importance_sampling_correction"
         )
-    elif given.get(f"{_TIS}type") is None and given.get(f"{_TIS}ratio") is not None:
-        given[f"{_TIS}type"] = "tis"  # releases before 0.6
-    if given.get(f"{_TIS}type") is None:
+    elif kept.get(f"{_TIS}type") is None and kept.get(f"{_TIS}ratio") is not None:
+        kept[f"{_TIS}type"] = "tis"  # releases before 0.6
+    if kept.get(f"{_TIS}type") is None:
         drop((f"{_TIS}ratio_min",), f"without {_TIS}type")
-    options = {name: value for name, value in given.items() if value != _CLIPPED[name]}
+    options = {name: value for name, value in kept.items() if value != _CLIPPED[name]}
     configure(ClippedPGLossConfig, options, loss.where)
     return options
 
@@ -157,7 +157,7 @@ def _rl(root: Reader, name: str) -> Tree:
     if penalty and not options.get("use_kl_in_reward"):
         options["reference_policy_kl_penalty"] = penalty  # both defaults, written for the user to change
         root.differ(
-            f"loss_fn.reference_policy_kl_penalty = {penalty}: it pulls back to the reference, of which a copy is kept; the "
+            f"loss_fn.reference_policy_kl_penalty = {penalty}: a KL to the reference, and a copy of it in memory; the "
             "loss policy of our recipes has no KL by default"
         )
     return rl
@@ -169,10 +169,10 @@ def _overlong(shaping: Reader) -> Tree:
         "max_length": "max_response_length",
         "factor": "overlong_buffer_penalty",
     }
-    given = {name: shaping.get(key, ours=f"rl.overlong.{name}") for name, key in names.items()}
+    options = {name: shaping.get(key, ours=f"rl.overlong.{name}") for name, key in names.items()}
     on = shaping.flag("enabled", "rl.overlong")
     coefficient = shaping.get("stop_properly_penalty_coef", ours="rl.overlong.coefficient")
-    if not on or (coefficient is None and not given["buffer"]):
+    if not on or (coefficient is None and not options["buffer"]):
         shaping.off("without reward_shaping.enabled")
         return {}
     if coefficient is not None:
@@ -183,8 +183,8 @@ def _overlong(shaping: Reader) -> Tree:
     shaping.differ(
         f"{shaping.where}: its penalty goes on growing beyond the longest response (bounded: false); ours stops"
     )
-    given["factor"] = 1.0 if given["factor"] is None else given["factor"]
-    return {"overlong": {"name": "dapo", "bounded": False, **given}}
+    options["factor"] = 1.0 if options["factor"] is None else options["factor"]
+    return {"overlong": {"name": "dapo", "bounded": False, **options}}
 
 
 def _kl_in_reward(loss: Reader, options: Tree, advantages: Tree) -> Tree:
@@ -209,11 +209,11 @@ def _kl_in_reward(loss: Reader, options: Tree, advantages: Tree) -> Tree:
 
 def _critic(root: Reader, run: Reader, updates: int) -> Tree:
     value, loss = root.below("value"), root.below("value_loss_fn")
-    given = {
+    values = {
         "scale": loss.get("scale", ours="rl.critic.loss.options.scale"),
         "cliprange": loss.get("cliprange", ours="rl.critic.loss.options.cliprange") or None,  # 0 is off in NeMo-RL
     }
-    options = {key: x for key, x in given.items() if x is not None}
+    options = {key: x for key, x in values.items() if x is not None}
     rates = optimizer_of(value, "rl.critic.optimizer", updates)
     if value.get("model_name") not in (None, root.below("policy").get("model_name")):
         value.leave("model_name", "a critic starts as a copy of the policy's trunk")
@@ -234,14 +234,14 @@ def _preference(root: Reader, name: str) -> Tree:
     if name == "rm":
         return {"loss": {"name": "preference"}, **sizes}
     dpo = root.below("dpo")
-    given = {key: dpo.get(key, default, f"preference.loss.options.{key}") for key, default in _DPO.items()}
-    if given["sft_average_log_probs"] and not given["sft_loss_weight"]:
+    values = {key: dpo.get(key, default, f"preference.loss.options.{key}") for key, default in _DPO.items()}
+    if values["sft_average_log_probs"] and not values["sft_loss_weight"]:
         dpo.drop("sft_average_log_probs", "with sft_loss_weight = 0")
-        given["sft_average_log_probs"] = False
-    if given["reference_policy_kl_penalty"] == 0:
+        values["sft_average_log_probs"] = False
+    if values["reference_policy_kl_penalty"] == 0:
         dpo.drop("preference_loss_weight", "with reference_policy_kl_penalty = 0: the term is log 2")
-        given |= {"preference_loss_weight": 0.0, "reference_policy_kl_penalty": _DPO["reference_policy_kl_penalty"]}
-    options = {name: value for name, value in given.items() if value != _DPO[name]}
+        values |= {"preference_loss_weight": 0.0, "reference_policy_kl_penalty": _DPO["reference_policy_kl_penalty"]}
+    options = {name: value for name, value in values.items() if value != _DPO[name]}
     configure(DPOLossConfig, options, dpo.where)
     return {"loss": {"name": "dpo", "options": options}, **sizes}
 
@@ -256,10 +256,10 @@ def _distillation(root: Reader, name: str) -> Tree:
         )
     names = ("kl_type", "mixed_kl_weight", "zero_outside_topk")
     read = {key: loss.get(key, ours=f"distillation.loss.options.{key}") for key in names}
-    given = {key: value for key, value in read.items() if key in loss.section}
-    if given.get("kl_type", "mixed") != "mixed" and given.pop("mixed_kl_weight", None) is not None:
-        loss.drop("mixed_kl_weight", f"with kl_type = {given['kl_type']!r}")
-    configure(DistillationLossConfig, given, loss.where)
+    options = {key: value for key, value in read.items() if key in loss.section}
+    if options.get("kl_type", "mixed") != "mixed" and options.pop("mixed_kl_weight", None) is not None:
+        loss.drop("mixed_kl_weight", f"with kl_type = {options['kl_type']!r}")
+    configure(DistillationLossConfig, options, loss.where)
     rows = root.below("policy").get("train_global_batch_size", ours="distillation.batch_size")
     sizes = {"top_k": run.get("topk_logits_k", ours="distillation.top_k"), "batch_size": rows}
     run.note("num_generations_per_prompt", "equal", why="one")
@@ -277,4 +277,4 @@ def _distillation(root: Reader, name: str) -> Tree:
     section |= {"teacher": teacher} if isinstance(teacher, str) else {}
     if between:
         return section | ({"loss": {"name": "distillation"}} if "top_k" in section else {})
-    return section | {"loss": {"name": "distillation", "options": given}}
+    return section | {"loss": {"name": "distillation", "options": options}}

@@ -98,8 +98,8 @@ def _batch(policy: Reader, layout: Tree, objective: str) -> Tree:
 
 def _sampling(generation: Reader) -> Tree:
     names = ("max_new_tokens", "temperature", "top_k", "top_p")
-    given = {key: generation.get(key, ours=f"sampling.{key}") for key in names}
-    sampling = {key: value for key, value in given.items() if value is not None}
+    values = {key: generation.get(key, ours=f"sampling.{key}") for key in names}
+    sampling = {key: value for key, value in values.items() if value is not None}
     if sampling.get("top_p") == 1.0:
         sampling.pop("top_p")
     if sampling.get("top_k") in (-1, 0):
@@ -110,7 +110,7 @@ def _sampling(generation: Reader) -> Tree:
             generation.leave(key, "an answer ends on the tokenizer's end tokens alone")
     for key in names[1:]:
         val = f"val_{key}"
-        same = generation.get(val) in (None, given[key])
+        same = generation.get(val) in (None, values[key])
         why = "an evaluation samples as the training does" if same else "an evaluation samples as `sampling` says"
         generation.note(val, "equal" if same else "unsupported", f"sampling.{key}", why)
     return sampling
@@ -129,21 +129,21 @@ def _positions(policy: Reader, layout: Tree, batch: object, sampling: Tree) -> T
     return {"max_positions": room(longest, layout, isinstance(batch, Mapping) and "packing" in batch)}
 
 
-def _tokenizer(given: Reader) -> Tree:
+def _tokenizer(section: Reader) -> Tree:
     tokenizer: Tree = {}
-    if given.get("name", ours="tokenizer.hf"):
-        tokenizer["hf"] = given.get("name")
-        given.note("name", "carried", "tokenizer.hf", "a folder, as of model.hf")
-    template = given.get("chat_template", "default", "tokenizer.chat")
-    variables = given.get("chat_template_kwargs", ours="tokenizer.variables")
+    if section.get("name", ours="tokenizer.hf"):
+        tokenizer["hf"] = section.get("name")
+        section.note("name", "carried", "tokenizer.hf", "a folder, as of model.hf")
+    template = section.get("chat_template", "default", "tokenizer.chat")
+    variables = section.get("chat_template_kwargs", ours="tokenizer.variables")
     if template is None:
         tokenizer["chat"] = False
     elif template != "default":
-        given.note("chat_template", "yours", "tokenizer.hf", "write it to the folder's chat_template.jinja")
+        section.note("chat_template", "yours", "tokenizer.hf", "write it to the folder's chat_template.jinja")
     if isinstance(variables, Mapping) and variables and template is not None:
         tokenizer["variables"] = dict(variables)
         for key in variables:
-            given.below("chat_template_kwargs").note(str(key), "carried", f"tokenizer.variables.{key}")
+            section.below("chat_template_kwargs").note(str(key), "carried", f"tokenizer.variables.{key}")
     return tokenizer
 
 
@@ -153,8 +153,8 @@ def ranks_of(root: Reader) -> int:
     nodes, gpus = number(cluster.get("num_nodes", 1)) or 1, number(cluster.get("gpus_per_node")) or 0
     size = nodes * gpus
     if colocated.section.get("enabled") is False:
-        taken = colocated.below("resources")
-        size -= (number(taken.get("num_nodes")) or 1) * (number(taken.get("gpus_per_node")) or gpus)
+        resources = colocated.below("resources")
+        size -= (number(resources.get("num_nodes")) or 1) * (number(resources.get("gpus_per_node")) or gpus)
     return max(int(size), 0)
 
 
@@ -178,7 +178,7 @@ def _sharing(root: Reader, megatron: Reader, layout: Tree) -> Tree:
 def run_of(root: Reader, name: str, objective: str) -> Tree:
     """Make the sections run, evaluation and data, and the steps of the main one."""
     run, checkpoints = root.below(name), root.below("checkpointing")
-    made: Tree = {}
+    tree: Tree = {}
     for key, ours in (
         ("checkpoint_dir", "dir"),
         ("save_period", "checkpoint_every"),
@@ -186,27 +186,27 @@ def run_of(root: Reader, name: str, objective: str) -> Tree:
     ):
         value = checkpoints.get(key, ours=f"run.{ours}")
         if value is not None:
-            made[ours] = value
+            tree[ours] = value
     if "enabled" in checkpoints.section and not checkpoints.flag("enabled"):
-        made = {key: value for key, value in made.items() if key == "dir"}
+        tree = {key: value for key, value in tree.items() if key == "dir"}
         checkpoints.note("enabled", "unsupported", why="the last step is always saved")
         for key in ("save_period", "keep_top_k", "metric_name", "higher_is_better"):
             checkpoints.note(key, "no_effect", why="without checkpointing.enabled")
     elif "keep_top_k" in checkpoints.section:
         fate = ("carried", "the newest stay here, not the best")
-        if "keep_checkpoints" not in made:
+        if "keep_checkpoints" not in tree:
             fate = ("yours", "all of them there, the newest two here")
         checkpoints.note("enabled", "equal", why="on")
         checkpoints.note("keep_top_k", fate[0], "run.keep_checkpoints", fate[1])
     if isinstance(seed := run.get("seed", ours="run.seed"), int):
-        made["seed"] = seed
+        tree["seed"] = seed
     policy = root.below("policy")
     precision = policy.get("precision", ours="run.dtype")
     if precision in _DTYPES:
-        made["dtype"] = _DTYPES[str(precision)]
+        tree["dtype"] = _DTYPES[str(precision)]
     elif precision is not None:
         policy.leave("precision", "bfloat16 or float32", "run.dtype")
-    sections: Tree = {"run": made} if made else {}
+    sections: Tree = {"run": tree} if tree else {}
     held_out = objective in ("rl", "distillation") and _evaluation(run, root.below("logger"), sections)
     source = "sft" if objective == "distillation" and "teachers" in root.section else objective
     return sections | _data(root.below("data"), source, held_out)
@@ -253,16 +253,16 @@ def _data(data: Reader, objective: str, held_out: bool) -> Tree:
         if isinstance(data.section.get(source), list):
             data.note(source, "yours", target, "a file of JSONL or Parquet for each; see docs/data.md")
             continue
-        given = data.below(source)
+        section = data.below(source)
         if source == "validation" and not held_out:
-            given.off("an evaluation here is of rewards, in RL and distillation, if it is on")
-        path, name = given.get("data_path"), given.get("dataset_name")
-        given.note("dataset_name", "yours", target, "a file of JSONL or Parquet; see docs/data.md")
+            section.off("an evaluation here is of rewards, in RL and distillation, if it is on")
+        path, name = section.get("data_path"), section.get("dataset_name")
+        section.note("dataset_name", "yours", target, "a file of JSONL or Parquet; see docs/data.md")
         if isinstance(path, str) and "${" not in path and name != "NemoGymDataset":
-            given.note("dataset_name", "no_effect", why="data_path has it")
-            given.note("data_path", "carried", target, "columns with other names: data.columns")
+            section.note("dataset_name", "no_effect", why="data_path has it")
+            section.note("data_path", "carried", target, "columns with other names: data.columns")
             if source == "train" or held_out:
                 files[target.removeprefix("data.")] = path
         else:
-            given.note("data_path", "yours", target, "a file of JSONL or Parquet; see docs/data.md")
+            section.note("data_path", "yours", target, "a file of JSONL or Parquet; see docs/data.md")
     return {"data": files} if files else {}

@@ -39,9 +39,7 @@ def advantages_of(run: Reader, name: str) -> Tree:
     elif kind == "gae":
         out |= _gae(estimator)
     elif kind == "gdpo":
-        estimator.leave(
-            "name", "a sample has one reward in this trainer, of which gdpo reads the parts", f"{ours}.name"
-        )
+        estimator.leave("name", "gdpo needs several rewards a sample, and this trainer has one", f"{ours}.name")
         out["name"] = "grpo"
     elif kind != "reinforce_plus_plus":
         estimator.leave("name", "no such estimator here")
@@ -84,50 +82,52 @@ def optimizer_of(owner: Reader, ours: str, updates: int) -> Tree:
 
 
 def _of_megatron(megatron: Reader, ours: str, updates: int) -> Tree:
-    given, plan = megatron.below("optimizer"), megatron.below("scheduler")
-    betas = [number(given.get(f"adam_beta{i}", default, f"{ours}.betas")) for i, default in ((1, 0.9), (2, 0.999))]
-    made = optimizer(given, ours, {"lr": "lr", "eps": "adam_eps", "weight_decay": "weight_decay", "clip": "clip_grad"})
-    if not made:
+    section, plan = megatron.below("optimizer"), megatron.below("scheduler")
+    betas = [number(section.get(f"adam_beta{i}", default, f"{ours}.betas")) for i, default in ((1, 0.9), (2, 0.999))]
+    optimized = optimizer(
+        section, ours, {"lr": "lr", "eps": "adam_eps", "weight_decay": "weight_decay", "clip": "clip_grad"}
+    )
+    if not optimized:
         return {}
     warmup = number(plan.get("lr_warmup_iters", ours=f"{ours}.warmup_steps")) or 0
     style = str(plan.get("lr_decay_style", "constant", f"{ours}.schedule"))
-    least = number(given.get("min_lr", ours=f"{ours}.final_fraction")) or 0.0
+    least = number(section.get("min_lr", ours=f"{ours}.final_fraction")) or 0.0
     if style == "cosine":
-        made |= cosine(least, made["lr"])
+        optimized |= cosine(least, optimized["lr"])
         plan.note("lr_decay_iters", "yours", f"{ours.rpartition('.')[0]}.steps", "the cosine here ends with the run")
     else:
-        given.note("min_lr", "no_effect", why="with a constant rate")
+        section.note("min_lr", "no_effect", why="with a constant rate")
         plan.note("lr_decay_iters", "no_effect", why="with a constant rate")
         if style != "constant":
             plan.leave("lr_decay_style", "the rate is constant or a cosine here", f"{ours}.schedule")
     if warmup:
-        made["warmup_steps"] = int(warmup) * updates
+        optimized["warmup_steps"] = int(warmup) * updates
     first = number(plan.get("lr_warmup_init")) or 0.0
     of_first = ("no_effect", "without a warm-up") if not warmup else ("unsupported", "the warm-up begins at lr / steps")
     plan.note("lr_warmup_init", of_first[0] if first else "equal", why=of_first[1] if first else "begins at 0")
     for key in ("start_weight_decay", "end_weight_decay"):
-        same = number(plan.get(key)) in (None, made.get("weight_decay", 0.0))
+        same = number(plan.get(key)) in (None, optimized.get("weight_decay", 0.0))
         why = "the weight decay itself" if same else "the weight decay is constant here"
         plan.note(key, "equal" if same else "unsupported", f"{ours}.weight_decay", why)
-    return made | {"betas": betas}
+    return optimized | {"betas": betas}
 
 
 def _of_torch(owner: Reader, ours: str, updates: int) -> Tree:
     section = owner.below("optimizer")
-    given = section.below("kwargs")
-    made = optimizer(given, ours, {"lr": "lr", "eps": "eps", "weight_decay": "weight_decay"})
-    betas = given.get("betas", ours=f"{ours}.betas")
-    if not made:
+    options = section.below("kwargs")
+    optimized = optimizer(options, ours, {"lr": "lr", "eps": "eps", "weight_decay": "weight_decay"})
+    betas = options.get("betas", ours=f"{ours}.betas")
+    if not optimized:
         return {}
     if isinstance(betas, list):
-        made["betas"] = [number(beta) for beta in betas]
+        optimized["betas"] = [number(beta) for beta in betas]
     else:
-        made["betas"] = [0.9, 0.999]
+        optimized["betas"] = [0.9, 0.999]
     name = str(section.get("name", "AdamW"))
     section.note("name", "equal" if name.endswith(("AdamW", "FusedAdam")) else "unsupported", why="AdamW")
     if "max_grad_norm" in owner.section:
-        made["clip"] = number(owner.get("max_grad_norm", ours=f"{ours}.clip")) or None
-    return made | _torch_schedule(owner, ours, made["lr"], updates)
+        optimized["clip"] = number(owner.get("max_grad_norm", ours=f"{ours}.clip")) or None
+    return optimized | _torch_schedule(owner, ours, optimized["lr"], updates)
 
 
 def _torch_schedule(owner: Reader, ours: str, rate: object, updates: int) -> Tree:
@@ -135,19 +135,19 @@ def _torch_schedule(owner: Reader, ours: str, rate: object, updates: int) -> Tre
     plan = owner.get("scheduler")
     parts = [part for part in (plan if isinstance(plan, list) else [plan]) if isinstance(part, Mapping)]
     names = [str(part.get("name", "")).rpartition(".")[2] for part in parts if "name" in part]
-    made: Tree = {}
+    schedule: Tree = {}
     for part, name in zip((part for part in parts if "name" in part), names, strict=True):
         options = part.get("kwargs")
         options = options if isinstance(options, Mapping) else {}
         if name == "LinearLR":
-            made["warmup_steps"] = int(number(options.get("total_iters")) or 0) * updates
+            schedule["warmup_steps"] = int(number(options.get("total_iters")) or 0) * updates
         elif name == "CosineAnnealingLR":
-            made |= cosine(number(options.get("eta_min")) or 0.0, rate)
+            schedule |= cosine(number(options.get("eta_min")) or 0.0, rate)
     if plan is None or not parts:
         owner.note("scheduler", "equal", f"{ours}.schedule", "a constant rate")
     elif set(names) <= {"LinearLR", "ConstantLR", "CosineAnnealingLR"}:
-        target = f"{ours}.warmup_steps" if "warmup_steps" in made else ours
+        target = f"{ours}.warmup_steps" if "warmup_steps" in schedule else ours
         owner.note("scheduler", "carried", target, "the warm-up begins at lr / warmup_steps")
     else:
         owner.leave("scheduler", "a warm-up, then a constant rate or a cosine", f"{ours}.schedule")
-    return made
+    return schedule

@@ -62,7 +62,9 @@ def slime(custom_loss: Callable[..., tuple], args: object = None, fields: tuple[
             batch[_SLIME.get(name, name)] = [*torch.where(mask, data[name], 0)[:, 1:]]
 
         def sum_of_sample_mean(x: Tensor) -> Tensor:
-            sums = torch.stack([(row * own).sum() for row, own in zip(x.split(width - 1), masks, strict=True)])
+            sums = torch.stack(
+                [(row * row_mask).sum() for row, row_mask in zip(x.split(width - 1), masks, strict=True)]
+            )
             return sums.sum() if whole else (sums / mask.sum(1).clamp(min=1)).sum()
 
         packed = torch.where(scored[..., None], logits, 0).flatten(0, 1)[None]

@@ -197,11 +197,11 @@ def _check_options(args: object, loss_fn: LossFn) -> None:
     read = dict.fromkeys(("kl_loss_type", "use_unbiased_kl"), options.kl is not None)
     read |= {"tis_clip": weighted, "tis_clip_low": weighted, "opsm_delta": masked}
     for key, default, (name,) in _OPTIONS:
-        value, own = read_setting(args, key), read_setting(options, name)
-        same = own == "old" if key == "use_unbiased_kl" else own is not None if default is False else value == own
+        value, ours = read_setting(args, key), read_setting(options, name)
+        same = ours == "old" if key == "use_unbiased_kl" else ours is not None if default is False else value == ours
         if value and read.get(key, True) and value != default and not same:
             raise ValueError(
-                f"{key} = {value!r}, but the loss has {name} = {own!r}; give the loss what slime's own would have"
+                f"{key} = {value!r}, but the loss has {name} = {ours!r}; give the loss what slime's own would have"
             )
     for key in _FUNCTIONS:
         if read_setting(args, key):
@@ -215,9 +215,9 @@ def _shared_denominators(batch: Mapping[str, Any]) -> Tensor | None:
     denominators = batch.get("rollout_mask_sums")
     if denominators is None:
         return None
-    own = torch.stack([mask.sum() for mask in batch["loss_masks"]]).clamp(min=1).double()
-    theirs = torch.as_tensor([*denominators], device=own.device).clamp(min=1).double()
-    return None if torch.equal(own, theirs) else theirs
+    ours = torch.stack([mask.sum() for mask in batch["loss_masks"]]).clamp(min=1).double()
+    theirs = torch.as_tensor([*denominators], device=ours.device).clamp(min=1).double()
+    return None if torch.equal(ours, theirs) else theirs
 
 
 def _of_rollouts(loss_fn: LossFn) -> LossFn | None:
@@ -226,9 +226,9 @@ def _of_rollouts(loss_fn: LossFn) -> LossFn | None:
     weighted = isinstance(config, (PolicyLossConfig, NLLLossConfig)) and config.token_weights is None
     if not weighted or config.aggregation != "seq-mean-token-mean":
         return None
-    found = type(loss_fn)(replace(config, aggregation="token-sum", token_weights="count"))
-    found.options = loss_fn.options
-    return found
+    summed = type(loss_fn)(replace(config, aggregation="token-sum", token_weights="count"))
+    summed.options = loss_fn.options
+    return summed
 
 
 def _megatron() -> ParallelGroups:
@@ -239,17 +239,17 @@ def _megatron() -> ParallelGroups:
 
 def _cut(batch: Mapping[str, Any], rank: int, ranks: int) -> tuple[list[list[_Piece]], int]:
     """Find each sample's _Pieces that predict its response on this rank; count all rows of logits."""
-    found: list[list[_Piece]] = []
+    pieces: list[list[_Piece]] = []
     row = 0
     for total, response in zip(batch["total_lengths"], batch["response_lengths"], strict=True):
         first, chunk = total - response - 1, total if ranks == 1 else -(-total // (2 * ranks))
-        found.append([])
+        pieces.append([])
         for at in (0,) if ranks == 1 else (rank * chunk, (2 * ranks - rank - 1) * chunk):
             start = min(max(at, first), at + chunk)
             here = range(start, max(start, min(at + chunk, total - 1)))
-            found[-1].append(_Piece(row + start - at, here, start - first))
+            pieces[-1].append(_Piece(row + start - at, here, start - first))
             row += chunk
-    return found, row
+    return pieces, row
 
 
 def _masks(batch: Mapping[str, Any], pieces: Sequence[list[_Piece]]) -> list[Tensor]:

@@ -124,11 +124,11 @@ def policy_loss(loss_fn: LossFn) -> Callable[..., tuple[Tensor, dict[str, float]
 
 def _with_one_clip(config: object) -> dict[str, object]:
     """Read the numbers of `_SETTINGS`; a side of the clip that is None is clip_ratio."""
-    found = {key: read_setting(config, key) for key, *_ in _SETTINGS}
+    values = {key: read_setting(config, key) for key, *_ in _SETTINGS}
     both = read_setting(config, "clip_ratio")
     return {
         key: both if value is None and key in ("clip_ratio_low", "clip_ratio_high") else value
-        for key, value in found.items()
+        for key, value in values.items()
     }
 
 
@@ -152,10 +152,10 @@ def _counts(config: object, mask: Tensor) -> Mapping[str, int]:
             f"{info!r}"
         )
     if checks_values(mask):
-        for name, own in (("batch_num_tokens", (mask != 0).sum()), ("global_batch_size", (mask != 0).any(1).sum())):
-            if checks_values(torch.as_tensor(info[name])) and info[name] < own:
+        for name, local in (("batch_num_tokens", (mask != 0).sum()), ("global_batch_size", (mask != 0).any(1).sum())):
+            if checks_values(torch.as_tensor(info[name])) and info[name] < local:
                 raise ValueError(
-                    f"{name} = {int(info[name])} of config.global_batch_info is below the {int(own)} of this call alone; it "
+                    f"{name} = {int(info[name])} of config.global_batch_info is below the {int(local)} of this call alone; it "
                     "counts the whole step"
                 )
     return info
@@ -169,16 +169,17 @@ def _check_aggregation(loss_fn: LossFn, unit: str | None, mode: str, length: flo
                 f"loss_agg_mode = {mode!r}, but {type(loss_fn).__name__} is divided by {unit or 'neither count, or by both'}"
             )
         return
-    own = loss_fn.policy
-    if wanted != own.aggregation:
-        theirs = next((name for name, ours in AGGREGATIONS.items() if ours == own.aggregation), None)
+    policy = loss_fn.policy
+    if wanted != policy.aggregation:
+        theirs = next((name for name, ours in AGGREGATIONS.items() if ours == policy.aggregation), None)
         raise ValueError(
-            f"loss_agg_mode = {mode!r}, but the loss has aggregation {own.aggregation!r}; "
+            f"loss_agg_mode = {mode!r}, but the loss has aggregation {policy.aggregation!r}; "
             + ("verl has none like it" if theirs is None else f"set actor.loss_agg_mode={theirs}")
         )
-    if wanted == "constant-length" and cast(int, own.max_length) != length:
+    if wanted == "constant-length" and cast(int, policy.max_length) != length:
         raise ValueError(
-            f"the loss divides by max_length = {own.max_length}, verl by {length:g}: set actor.loss_scale_factor or max_length"
+            f"the loss divides by max_length = {policy.max_length}, verl by {length:g}: "
+            "set actor.loss_scale_factor or max_length"
         )
 
 
@@ -186,11 +187,11 @@ def _local_means(metrics: Metrics, info: Mapping[str, int], mask: Tensor) -> Met
     """Turn metrics into means over this micro-batch, which verl averages over micro-batches."""
     here = {"tokens": mask.sum().clamp(min=1), "sequences": torch.tensor(len(mask))}
     step = {"tokens": info["batch_num_tokens"], "sequences": info["global_batch_size"]}
-    found = {}
+    shares = {}
     for name in metrics:
         part, per = metrics.parts(name), metrics.divided_by[name]
         if part.kind == "share" and per in here:
-            found[f"actor/{name}"] = Metric("share", metrics[name] * step[per] / here[per])
+            shares[f"actor/{name}"] = Metric("share", metrics[name] * step[per] / here[per])
         elif part.denominator is not None:
-            found[f"actor/{name}"] = Metric("share", metrics[name])
-    return Metrics(found)
+            shares[f"actor/{name}"] = Metric("share", metrics[name])
+    return Metrics(shares)

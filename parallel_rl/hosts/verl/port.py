@@ -203,27 +203,27 @@ def _loss(actor: Reader, data: Reader, bypassed: bool) -> Tree:
 
 def _averaged(actor: Reader, data: Reader, mode: str) -> Tree:
     ours = "rl.critic.loss.options" if actor.where == "critic" else "rl.loss.options"
-    given = str(actor.get("loss_agg_mode", "token-mean", f"{ours}.aggregation"))
+    loss_mode = str(actor.get("loss_agg_mode", "token-mean", f"{ours}.aggregation"))
     factor = actor.get("loss_scale_factor", ours=f"{ours}.max_length")
     if mode in _SEQUENCE_MEAN:
-        if given != "seq-mean-token-mean" and (actor.flag("use_kl_loss") or actor.get("entropy_coeff")):
+        if loss_mode != "seq-mean-token-mean" and (actor.flag("use_kl_loss") or actor.get("entropy_coeff")):
             actor.leave(
                 "loss_agg_mode",
                 f"{mode} averages each sequence, KL and entropy by this; here one aggregation is of all",
             )
-        elif given != "seq-mean-token-mean":
+        elif loss_mode != "seq-mean-token-mean":
             actor.drop("loss_agg_mode", f"with loss_mode = {mode!r}, which averages each sequence")
         return {"aggregation": "seq-mean-token-mean"}
-    if given not in keys.AGGREGATIONS:
+    if loss_mode not in keys.AGGREGATIONS:
         raise ValueError(
-            f"{actor.path('loss_agg_mode')} = {given!r} is not carried over; supported are {', '.join(keys.AGGREGATIONS)}"
+            f"{actor.path('loss_agg_mode')} = {loss_mode!r} is not carried over; supported are {', '.join(keys.AGGREGATIONS)}"
         )
-    if given == "seq-mean-token-sum-norm":
+    if loss_mode == "seq-mean-token-sum-norm":
         length = data.get("max_response_length", 512) if factor is None else factor
         return {"aggregation": "constant-length", "max_length": length}
     if factor is not None:
-        actor.drop("loss_scale_factor", f"with loss_agg_mode = {given!r}")
-    return {"aggregation": keys.AGGREGATIONS[given]}
+        actor.drop("loss_scale_factor", f"with loss_agg_mode = {loss_mode!r}")
+    return {"aggregation": keys.AGGREGATIONS[loss_mode]}
 
 
 def _entropy_and_kl(actor: Reader) -> Tree:
@@ -254,50 +254,50 @@ def _entropy_and_kl(actor: Reader) -> Tree:
     return {**out, "kl": {"coefficient": coefficient, "estimator": estimator, "gradient": gradient}}
 
 
-def _correction(given: Reader, options: Tree, bypassed: bool) -> None:
+def _correction(section: Reader, options: Tree, bypassed: bool) -> None:
     """Read rollout_is and rollout_rs of verl's rollout correction."""
     ours, rules = "rl.loss.options.importance", "rl.loss.options.rejection.rules"
-    given.note("rollout_rs_threshold", "yours" if given.get("rollout_rs") else "no_effect", rules, "of rollout_rs")
-    if given.get("rollout_rs") and bypassed:
-        given.leave(
+    section.note("rollout_rs_threshold", "yours" if section.get("rollout_rs") else "no_effect", rules, "of rollout_rs")
+    if section.get("rollout_rs") and bypassed:
+        section.leave(
             "rollout_rs", "with bypass_mode of the policy and the sampler; here of the old policy and the sampler"
         )
-    elif given.get("rollout_rs"):
-        given.leave("rollout_rs", "write it as rejection.rules by hand", rules)
+    elif section.get("rollout_rs"):
+        section.leave("rollout_rs", "write it as rejection.rules by hand", rules)
     if bypassed:
         for key in ("rollout_is", "rollout_is_threshold", "rollout_is_batch_normalize"):
-            given.note(key, "no_effect", why="with bypass_mode, whose ratio has it")
+            section.note(key, "no_effect", why="with bypass_mode, whose ratio has it")
         return
-    weights = given.get("rollout_is", ours=f"{ours}.level")
-    high = given.get("rollout_is_threshold", 2.0, f"{ours}.high")
-    normalized = given.flag("rollout_is_batch_normalize", f"{ours}.normalize")
+    weights = section.get("rollout_is", ours=f"{ours}.level")
+    high = section.get("rollout_is_threshold", 2.0, f"{ours}.high")
+    normalized = section.flag("rollout_is_batch_normalize", f"{ours}.normalize")
     if weights in ("token", "sequence"):
         level = "token" if weights == "token" else "sequence-sum"
         try:
             *low, most = map(float, str(high).split("_"))
         except ValueError:
             raise ValueError(
-                f"{given.path('rollout_is_threshold')} = {high!r} is not valid; a bound is needed, or two as 'low_high'"
+                f"{section.path('rollout_is_threshold')} = {high!r} is not valid; a bound is needed, or two as 'low_high'"
             ) from None
         bounds: Tree = {"mode": "icepop", "low": low[0]} if low else {"mode": "tis"}
         options["importance"] = {"level": level, **bounds, "high": most}
         if normalized:
             options["importance"]["normalize"] = True  # type: ignore[index]
             if weights == "sequence":
-                given.differ(
+                section.differ(
                     "rollout_is_batch_normalize: verl divides weights of sequences by their mean over sequences; ours by that "
                     "over tokens"
                 )
-        given.differ(
-            f"{given.where}.rollout_is = {weights}: an importance weight of trainer and sampler, off here by default"
+        section.differ(
+            f"{section.where}.rollout_is = {weights}: an importance weight of trainer and sampler, off here by default"
         )
     elif weights is not None:
         raise ValueError(
-            f"{given.path('rollout_is')} = {weights!r} is not carried over; supported are token, sequence and null"
+            f"{section.path('rollout_is')} = {weights!r} is not carried over; supported are token, sequence and null"
         )
     else:
         for key in ("rollout_is_threshold", "rollout_is_batch_normalize"):
-            given.note(key, "no_effect", why="without rollout_is")
+            section.note(key, "no_effect", why="without rollout_is")
 
 
 def _critic(critic: Reader, actor: Reader, data: Reader) -> Tree:

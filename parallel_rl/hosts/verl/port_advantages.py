@@ -43,7 +43,7 @@ def advantages_of(algorithm: Reader) -> Tree:
         algorithm.differ(f"{name}: none where the longest answer is alone (handle_zero_tail); ours has one there")
     elif name == "gdpo":
         algorithm.leave(
-            "adv_estimator", "a sample has one reward in this trainer, of which gdpo reads the parts", f"{ours}.name"
+            "adv_estimator", "gdpo needs several rewards a sample, and this trainer has one", f"{ours}.name"
         )
         out["name"] = "grpo"
     if name in _WHITENED:
@@ -99,27 +99,27 @@ def overlong(root: Reader) -> Tree:
         )
         if not options.below("overlong_buffer_cfg").flag("enable"):
             options.off("without overlong_buffer_cfg.enable")
-    made: Tree = {}
+    tree: Tree = {}
     manager = _reward_manager(root)
     for section, most in places:
         names = {"buffer": "len", "factor": "penalty_factor"}
-        given = {key: section.get(name, ours=f"rl.overlong.{key}") for key, name in names.items()}
+        values = {key: section.get(name, ours=f"rl.overlong.{key}") for key, name in names.items()}
         section.note("log", "no_effect", why="of its reports")
         if not section.flag("enable", "rl.overlong"):
             section.off(f"without {section.where}.enable")
         elif manager not in (None, "dapo"):
             section.off(f"with the reward manager {manager!r}, which has no such penalty")
-        elif not made:
-            made = {"overlong": {"name": "dapo", "bounded": False, "max_length": most, **given}}
+        elif not tree:
+            tree = {"overlong": {"name": "dapo", "bounded": False, "max_length": most, **values}}
             section.differ(f"{section.where}: its penalty goes on growing beyond the longest response (bounded: false)")
-    return made
+    return tree
 
 
 def _reward_manager(root: Reader) -> object:
     """Find the reward manager's name, at its place in each release."""
     owners = [root.below("reward_model"), root.below("reward"), root]
-    given = [owner.section.get("reward_manager") for owner in owners]
-    names = [value.get("name") if isinstance(value, Mapping) else value for value in given]
+    values = [owner.section.get("reward_manager") for owner in owners]
+    names = [value.get("name") if isinstance(value, Mapping) else value for value in values]
     return next((name for name in names if name), None)
 
 

@@ -69,44 +69,44 @@ def _context(actor: Reader, fsdp: Reader) -> object:
 
 
 def _model(model: Reader, megatron: Reader, by_megatron: bool) -> Tree:
-    made: Tree = {}
+    tree: Tree = {}
     if model.get("path", ours="model.hf"):
-        made["hf"] = model.get("path")
+        tree["hf"] = model.get("path")
         model.note("path", "carried", "model.hf", "a folder with the weights, which you download beforehand")
-    given = megatron.below("override_transformer_config")
-    again = {name: given.get(f"recompute_{name}", ours=f"model.recompute.{name}") for name in sorted(_RECOMPUTE)}
+    section = megatron.below("override_transformer_config")
+    again = {name: section.get(f"recompute_{name}", ours=f"model.recompute.{name}") for name in sorted(_RECOMPUTE)}
     if model.flag("enable_gradient_checkpointing", "model.recompute") and not by_megatron:
-        made["recompute"] = {"granularity": "full"}
+        tree["recompute"] = {"granularity": "full"}
     if by_megatron:
         model.note("enable_gradient_checkpointing", "no_effect", why="with strategy = 'megatron'")
     if again["granularity"] is None:
         for name in _RECOMPUTE - {"granularity"}:
-            given.note(f"recompute_{name}", "no_effect", why="without recompute_granularity")
+            section.note(f"recompute_{name}", "no_effect", why="without recompute_granularity")
     elif by_megatron:
         others = ("method", "num_layers") if again["granularity"] == "full" else ("modules",)
         for name in _RECOMPUTE - {"granularity", *others}:
-            given.note(f"recompute_{name}", "no_effect", why=f"with recompute_granularity = {again['granularity']!r}")
-        made["recompute"] = {name: again[name] for name in ("granularity", *others) if again[name] is not None}
+            section.note(f"recompute_{name}", "no_effect", why=f"with recompute_granularity = {again['granularity']!r}")
+        tree["recompute"] = {name: again[name] for name in ("granularity", *others) if again[name] is not None}
     if model.flag("use_fused_kernels", "model.fused_head"):
-        made["fused_head"] = True
-    coefficient, kind = given.get("moe_aux_loss_coeff", 0), given.get("moe_router_load_balancing_type")
+        tree["fused_head"] = True
+    coefficient, kind = section.get("moe_aux_loss_coeff", 0), section.get("moe_router_load_balancing_type")
     balances = bool(by_megatron and coefficient and kind == "aux_loss")
     why = "" if balances else "if the model's own router balances by it"
     if kind == "aux_loss":
-        given.note("moe_router_load_balancing_type", "equal", "model.aux_loss")
-    given.note("moe_aux_loss_coeff", "carried" if balances else "yours", "model.aux_loss", why)
-    return made | ({"aux_loss": coefficient} if balances else {})
+        section.note("moe_router_load_balancing_type", "equal", "model.aux_loss")
+    section.note("moe_aux_loss_coeff", "carried" if balances else "yours", "model.aux_loss", why)
+    return tree | ({"aux_loss": coefficient} if balances else {})
 
 
 def _tokenizer(model: Reader, data: Reader, folder: object) -> Tree:
     path = model.get("tokenizer_path", ours="tokenizer.hf")
-    made: Tree = {"hf": folder if path is None else path}
+    tree: Tree = {"hf": folder if path is None else path}
     variables = data.get("apply_chat_template_kwargs", ours="tokenizer.variables")
     if isinstance(variables, Mapping) and variables:
-        made["variables"] = dict(variables)
+        tree["variables"] = dict(variables)
         for key in variables:
             data.below("apply_chat_template_kwargs").note(str(key), "carried", f"tokenizer.variables.{key}")
-    return made
+    return tree
 
 
 def _batch(root: Reader, layout: Tree) -> Tree:
@@ -178,87 +178,89 @@ def steps_of(trainer: Reader) -> Tree:
 
 def optimizer_of(owner: Reader, ours: str, updates: int, steps: object, rate: float = 1e-6) -> Tree:
     """Make the optimizer's section of actor or critic; the schedule ticks once per run step."""
-    given = owner.below("optim")
+    section = owner.below("optim")
     by_megatron = owner.get("strategy") == "megatron"
-    given.note("optimizer", "equal", why="AdamW")
-    if not str(given.get("optimizer", "adam")).lower().startswith("adam"):
-        given.leave("optimizer", "AdamW")
-    made: Tree = {"lr": rate, "weight_decay": 0.01, "clip": 1.0, "betas": [0.9, 0.999]}
-    made |= optimizer(given, ours, {"lr": "lr", "weight_decay": "weight_decay", "clip": "clip_grad", "eps": "eps"})
+    section.note("optimizer", "equal", why="AdamW")
+    if not str(section.get("optimizer", "adam")).lower().startswith("adam"):
+        section.leave("optimizer", "AdamW")
+    numbers: Tree = {"lr": rate, "weight_decay": 0.01, "clip": 1.0, "betas": [0.9, 0.999]}
+    numbers |= optimizer(section, ours, {"lr": "lr", "weight_decay": "weight_decay", "clip": "clip_grad", "eps": "eps"})
     if "grad_clip" in owner.section and not by_megatron:
-        made |= {"clip": number(owner.get("grad_clip", ours=f"{ours}.clip")) or None}
-        given.note("clip_grad", "no_effect", why="grad_clip has it")
+        numbers |= {"clip": number(owner.get("grad_clip", ours=f"{ours}.clip")) or None}
+        section.note("clip_grad", "no_effect", why="grad_clip has it")
     elif by_megatron:
         owner.note("grad_clip", "no_effect", why="optim.clip_grad has it")
-    betas = given.get("betas", ours=f"{ours}.betas")
+    betas = section.get("betas", ours=f"{ours}.betas")
     if isinstance(betas, list):
-        made["betas"] = [number(beta) for beta in betas]
-    return made | _warmup(given, ours, updates, steps) | _decay(given, ours, made["lr"])
+        numbers["betas"] = [number(beta) for beta in betas]
+    return numbers | _warmup(section, ours, updates, steps) | _decay(section, ours, numbers["lr"])
 
 
-def _warmup(given: Reader, ours: str, updates: int, steps: object) -> Tree:
-    warmup, share = number(given.get("lr_warmup_steps")), number(given.get("lr_warmup_steps_ratio")) or 0.0
-    first = number(given.get("lr_warmup_init")) or 0.0
-    given.note("lr_warmup_init", "unsupported" if first else "equal", why="the warm-up begins at lr / steps")
+def _warmup(section: Reader, ours: str, updates: int, steps: object) -> Tree:
+    warmup, share = number(section.get("lr_warmup_steps")), number(section.get("lr_warmup_steps_ratio")) or 0.0
+    first = number(section.get("lr_warmup_init")) or 0.0
+    section.note("lr_warmup_init", "unsupported" if first else "equal", why="the warm-up begins at lr / steps")
     by_steps, by_share = "lr_warmup_steps", "lr_warmup_steps_ratio"
     if warmup is not None and warmup > 0:
-        given.note(by_steps, "carried", f"{ours}.warmup_steps")
-        given.note(by_share, "no_effect", why="with lr_warmup_steps")
+        section.note(by_steps, "carried", f"{ours}.warmup_steps")
+        section.note(by_share, "no_effect", why="with lr_warmup_steps")
         return {"warmup_steps": int(warmup) * updates}
-    given.note(by_steps, "equal", f"{ours}.warmup_steps", "lr_warmup_steps_ratio has it")
+    section.note(by_steps, "equal", f"{ours}.warmup_steps", "lr_warmup_steps_ratio has it")
     if not share:
-        given.note(by_share, "equal", f"{ours}.warmup_steps", "no warm-up")
+        section.note(by_share, "equal", f"{ours}.warmup_steps", "no warm-up")
     elif isinstance(steps, int):
-        given.note(by_share, "carried", f"{ours}.warmup_steps")
+        section.note(by_share, "carried", f"{ours}.warmup_steps")
         return {"warmup_steps": int(share * steps) * updates}
     else:
-        given.leave(by_share, "this share of rl.steps × rl.updates", f"{ours}.warmup_steps")
+        section.leave(by_share, "this share of rl.steps × rl.updates", f"{ours}.warmup_steps")
     return {}
 
 
-def _decay(given: Reader, ours: str, rate: object) -> Tree:
+def _decay(section: Reader, ours: str, rate: object) -> Tree:
     names = ("lr_scheduler_type", "lr_decay_style", "warmup_style")
-    style = next((str(given.get(name)) for name in names if given.get(name) is not None), "constant")
-    floors = number(given.get("min_lr_ratio")) or 0.0, number(given.get("min_lr")) or 0.0
+    style = next((str(section.get(name)) for name in names if section.get(name) is not None), "constant")
+    floors = number(section.get("min_lr_ratio")) or 0.0, number(section.get("min_lr")) or 0.0
     for name in names:
-        given.note(name, "equal", f"{ours}.schedule", "constant" if given.get(name) else "not given")
-        if given.get(name) == "cosine":
-            given.note(name, "carried", f"{ours}.schedule", "it ends with the run")
-        elif given.get(name) not in (None, "constant"):
-            given.leave(name, "the rate is constant or a cosine here", f"{ours}.schedule")
+        section.note(name, "equal", f"{ours}.schedule", "constant" if section.get(name) else "not given")
+        if section.get(name) == "cosine":
+            section.note(name, "carried", f"{ours}.schedule", "it ends with the run")
+        elif section.get(name) not in (None, "constant"):
+            section.leave(name, "the rate is constant or a cosine here", f"{ours}.schedule")
     for name in ("min_lr_ratio", "min_lr", "num_cycles", "lr_decay_steps"):
-        given.note(name, "no_effect", why="with a constant rate")
+        section.note(name, "no_effect", why="with a constant rate")
     if style != "cosine":
         return {}
     for name in ("min_lr_ratio", "min_lr"):
-        given.note(name, "carried", f"{ours}.final_fraction")
-    given.note("num_cycles", "equal" if given.get("num_cycles") in (None, 0.5) else "unsupported", why="half a cosine")
-    given.note("lr_decay_steps", "yours", "rl.steps", "the cosine here ends with the run")
+        section.note(name, "carried", f"{ours}.final_fraction")
+    section.note(
+        "num_cycles", "equal" if section.get("num_cycles") in (None, 0.5) else "unsupported", why="half a cosine"
+    )
+    section.note("lr_decay_steps", "yours", "rl.steps", "the cosine here ends with the run")
     return cosine(floors[0] * rate if floors[0] and isinstance(rate, int | float) else floors[1], rate)
 
 
 def _run(trainer: Reader) -> Tree:
-    made: Tree = {}
+    tree: Tree = {}
     folder, every = (
         trainer.get("default_local_dir", ours="run.dir"),
         trainer.get("save_freq", ours="run.checkpoint_every"),
     )
     kept, resume = trainer.get("max_actor_ckpt_to_keep"), trainer.get("resume_mode", "auto", "run.resume")
     if isinstance(folder, str):
-        made["dir"] = folder
+        tree["dir"] = folder
     if isinstance(every, int) and every > 0:
-        made["checkpoint_every"] = every
+        tree["checkpoint_every"] = every
     trainer.note("max_actor_ckpt_to_keep", "yours", "run.keep_checkpoints", "all of them there, the newest two here")
     if isinstance(kept, int):
-        made["keep_checkpoints"] = kept
+        tree["keep_checkpoints"] = kept
         trainer.note("max_actor_ckpt_to_keep", "carried", "run.keep_checkpoints")
     if resume == "disable":
-        made["resume"] = "never"
+        tree["resume"] = "never"
     elif resume not in (None, "auto"):
         trainer.leave("resume_mode", "a folder of weights to begin with", "run.init_from")
     if resume != "resume_path":
         trainer.note("resume_from_path", "no_effect", why="without resume_mode = 'resume_path'")
-    return made
+    return tree
 
 
 def _evaluation(trainer: Reader, sampled: Reader) -> Tree:
@@ -278,8 +280,8 @@ def _evaluation(trainer: Reader, sampled: Reader) -> Tree:
         sampled.off("without an evaluation")
         trainer.note("log_val_generations", "no_effect", why="without an evaluation")
         return {}
-    made: Tree = {"every": max(int(every), 0)} | ({"samples": samples} if samples != 1 else {})
-    return {"evaluation": made | ({"show": shown} if shown else {})}
+    tree: Tree = {"every": max(int(every), 0)} | ({"samples": samples} if samples != 1 else {})
+    return {"evaluation": tree | ({"show": shown} if shown else {})}
 
 
 def _data(data: Reader, trainer: Reader) -> Tree:

@@ -151,11 +151,7 @@ class TokenBatch:
         return self.local.tokens_per_sequence
 
     def __getitem__(self, name: str) -> Tensor:
-        """Return a field [B, S] as [T_local] ([B, S, K] as [T_local, K]), 0 at masked places.
-
-        Raises:
-            ValueError: an undeclared field, or a field with one value per sequence.
-        """
+        """Return a declared field [B, S(, K)] as [T_local(, K)], 0 at masked places; ValueError for others."""
         self.local.check_declared(name, per="token")
         return self.local.field(name, self.output.dtype)
 

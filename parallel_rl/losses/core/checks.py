@@ -67,9 +67,9 @@ def check_counts(
         ValueError: a count that is not one finite number ≥ 1, or is below the count of `data` alone; 1 is allowed, for
             callers who divide themselves.
     """
-    given = {"global_valid_seqs": global_valid_seqs, "global_valid_toks": global_valid_toks}
-    own = own_counts(data, shift) if checks_values(data["token_mask"]) else [0, 0]
-    for (name, count), number in zip(given.items(), map(int, own), strict=True):
+    counts = {"global_valid_seqs": global_valid_seqs, "global_valid_toks": global_valid_toks}
+    local = own_counts(data, shift) if checks_values(data["token_mask"]) else [0, 0]
+    for (name, count), number in zip(counts.items(), map(int, local), strict=True):
         if isinstance(count, int) and count >= _MOST:
             count = float(count)  # too large for a tensor
         if not isinstance(count, (int, float, Tensor)) or torch.as_tensor(count).numel() != 1:
@@ -208,10 +208,7 @@ def check_log_probs(logprobs: Tensor, valid: Tensor, name: str = "logprobs") -> 
 
 
 def check_values(data: Mapping[str, Tensor], needs: Requirements, truncated: bool = False) -> None:
-    """Check the values of data whose shapes are right.
-
-    Args:
-        truncated: a truncated policy may have recorded log-probs of −inf.
+    """Check the values of data whose shapes are right; `truncated`: recorded log-probs may be −inf.
 
     Raises:
         ValueError: a mask with values other than 0 and 1; at a valid place NaN, an infinite advantage, return, reward or
@@ -222,8 +219,8 @@ def check_values(data: Mapping[str, Tensor], needs: Requirements, truncated: boo
     valid = valid_tokens(data, needs.shift)
     if is_shifted(data) and bool((unlabelled := valid & (data[SHIFT_LABELS] == IGNORED)).any()):
         raise ValueError(
-            f"token_mask is 1 at {unlabelled.nonzero()[0].tolist()}, where {SHIFT_LABELS} is {IGNORED}: beside {SHIFT_LABELS} "
-            "column t of every field speaks of what position t predicts; shift token_mask like the labels, or leave it out"
+            f"token_mask is 1 at {unlabelled.nonzero()[0].tolist()}, where {SHIFT_LABELS} is {IGNORED}: with {SHIFT_LABELS} "
+            "column t of every field belongs to what position t predicts; shift token_mask like the labels, or leave it out"
         )
     if needs.token_weights is not None:
         check_token_weights(data[WEIGHTS.name], valid)

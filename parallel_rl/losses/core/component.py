@@ -95,7 +95,7 @@ class Component:
             yield
         except ValueError as error:
             renamed = {"token_mask": self.view.mask, "sample_mask": self.view.rows, **self.view.fields}
-            reads = ", ".join(f"{own} from {name!r}" for own, name in renamed.items() if name is not None)
+            reads = ", ".join(f"{target} from {name!r}" for target, name in renamed.items() if name is not None)
             raise ValueError(f"component {self.name!r}{f' (reads {reads})' if reads else ''}: {error}") from error
 
     def requirements(self, data: Mapping[str, Tensor], whole: Requirements) -> Requirements:
@@ -111,8 +111,8 @@ class Component:
             counts = ValidCounts(*sums)
         data = self.view.of(local.data)
         needs = self.requirements(data, local.requirements)
-        own = None if statistics is None or not needs.statistics else statistics.under(f"{self.name}/")
-        return self.loss.narrowed(replace(local, data=data, counts=counts, requirements=needs, statistics=own))
+        of_part = None if statistics is None or not needs.statistics else statistics.under(f"{self.name}/")
+        return self.loss.narrowed(replace(local, data=data, counts=counts, requirements=needs, statistics=of_part))
 
     def batch(self, whole: TokenBatch) -> TokenBatch:
         """Return this component's part of a batch that was read for all."""
@@ -120,7 +120,7 @@ class Component:
         if self.name in output.parts:
             return TokenBatch(local, output.parts[self.name])
         stats, untruncated = (
-            None if found is None else masked_stats(found, local.mask) for found in (output.stats, output.untruncated)
+            None if read is None else masked_stats(read, local.mask) for read in (output.stats, output.untruncated)
         )
         return TokenBatch(local, ModelOutput(stats, untruncated=untruncated))
 
@@ -128,11 +128,11 @@ class Component:
         """Count its sequences and tokens, and what its loss counts."""
         batch = self.batch(whole)
         sequences, tokens = batch.sequence_mask, batch.local.valid
-        own = Statistics({
+        counted = Statistics({
             f"{self.name}_sequences": count_true(batch, sequences).value,
             f"{self.name}_tokens": count_true(batch, tokens).value,
         })  # fmt: skip
-        return own | count_local(self.loss, batch.local).prefixed(f"{self.name}/")
+        return counted | count_local(self.loss, batch.local).prefixed(f"{self.name}/")
 
 
 class ComponentsLoss(LossFn[ConfigT]):
@@ -171,8 +171,8 @@ class ComponentsLoss(LossFn[ConfigT]):
         loss = super().with_options(options)
 
         def on_columns(loss: LossFn) -> LossFn:
-            own = replace(loss.options, vocab_size=options.vocab_size, vocab_start=options.vocab_start)
-            return loss.with_options(own)
+            merged = replace(loss.options, vocab_size=options.vocab_size, vocab_start=options.vocab_start)
+            return loss.with_options(merged)
 
         vars(loss)["components"] = tuple(replace(each, loss=on_columns(each.loss)) for each in self.components)
         return loss
@@ -209,27 +209,27 @@ class ComponentsLoss(LossFn[ConfigT]):
 
     def collect_from(self, batch: TokenBatch) -> Statistics:
         collecting = [component for component in self.components if component.loss.needs_collect]
-        found = (each.loss.collect_from(each.batch(batch)).prefixed(f"{each.name}/") for each in collecting)
-        return reduce(or_, found)
+        collected = (each.loss.collect_from(each.batch(batch)).prefixed(f"{each.name}/") for each in collecting)
+        return reduce(or_, collected)
 
     def compute(self, batch: TokenBatch) -> tuple[Tensor, Metrics]:
         terms: list[Tensor] = []
         metrics: dict[str, Metric] = {}
         coefficients = self.coefficients
         for component in self.components:
-            share, found = component.loss.compute(component.batch(batch))
+            share, measured = component.loss.compute(component.batch(batch))
             terms.append(coefficients[component.name] * share)
-            metrics |= {f"{component.name}/{key}": found.parts(key) for key in found}
+            metrics |= {f"{component.name}/{key}": measured.parts(key) for key in measured}
         loss = reduce(torch.add, terms)
         return loss, Metrics({"loss": Metric("share", loss), **self.own_metrics(loss), **metrics})
 
     def account(self, batch: TokenBatch) -> Account:
         coefficients = self.coefficients
-        found = (
+        accounts = (
             each.loss.account(each.batch(batch)).under(f"{each.name}/", coefficients[each.name])
             for each in self.components
         )
-        return reduce(or_, found)
+        return reduce(or_, accounts)
 
     def own_metrics(self, loss: Tensor) -> dict[str, Metric]:
         """Return metrics in addition to those of the components."""

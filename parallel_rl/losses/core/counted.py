@@ -37,14 +37,14 @@ def count_step(
     """Sum what micro-batches and data ranks count; ValueError on all ranks for data that does not fit."""
     if not loss.requirements.counted:
         return Statistics({})
-    given = [with_labels(data) for data in ([batches] if isinstance(batches, Mapping) else batches)]
-    needs = loss.requirements.on_rows() if given and is_shifted(given[0]) else loss.requirements
+    labelled = [with_labels(data) for data in ([batches] if isinstance(batches, Mapping) else batches)]
+    needs = loss.requirements.on_rows() if labelled and is_shifted(labelled[0]) else loss.requirements
     needs = replace(needs, fields=tuple(field for field in needs.fields if field.per != "local"))
-    ids = [data["input_ids"] for data in given if isinstance(data.get("input_ids"), torch.Tensor)]
+    ids = [data["input_ids"] for data in labelled if isinstance(data.get("input_ids"), torch.Tensor)]
     device = communication_device(group, ids[0].device if ids else torch.device("cpu"))
 
     def check() -> None:
-        for data in given:
+        for data in labelled:
             check_labels(data)
             ids = data.get("input_ids")
             check_data(data, needs, ids if isinstance(ids, torch.Tensor) else torch.empty(0))
@@ -52,7 +52,7 @@ def count_step(
                 loss.check_data(data, needs)
 
     raise_on_all_ranks(check, [group], torch.empty(0, device=device))
-    whole = (_whole(data, needs) for data in given or [masked_data(needs, 0, 1)])
+    whole = (_whole(data, needs) for data in labelled or [masked_data(needs, 0, 1)])
     counted = reduce(add, [count_local(loss, loss.narrowed(local)) for local in whole])
     return counted.to(device).reduce(ParallelGroups(data=group))
 

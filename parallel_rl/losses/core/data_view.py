@@ -48,7 +48,7 @@ class DataView:
         """Return the data under the loss's names, with the component's masks."""
         # a renamed field must not fall back to the data's field of the loss's name
         view = {name: x for name, x in data.items() if name not in self.fields}
-        view |= {own: data[name] for own, name in self.fields.items() if name in data}
+        view |= {target: data[name] for target, name in self.fields.items() if name in data}
         if self.mask is not None:
             chosen = _chosen(data, self.mask)
             view["token_mask"] = chosen & data[IN_ROW] if IN_ROW in data else chosen

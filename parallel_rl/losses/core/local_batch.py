@@ -173,8 +173,8 @@ class LocalBatch:
             together = needs.plain_names()
             if name in together:
                 stacked = torch.stack([in_dtype(self.data[each], dtype) for each in together]).flatten(1)
-                found = self.masked(stacked.index_select(1, self.layout.places(shift)[0]), dtype)
-                self._fields.update({(each, dtype): x for each, x in zip(together, found, strict=True)})
+                values = self.masked(stacked.index_select(1, self.layout.places(shift)[0]), dtype)
+                self._fields.update({(each, dtype): x for each, x in zip(together, values, strict=True)})
             else:
                 local = self.layout.take(in_dtype(self.data[name], dtype), shift)
                 self._fields[key] = torch.where(self.mask.view(-1, *[1] * (local.dim() - 1)), local, 0)

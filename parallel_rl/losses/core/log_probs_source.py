@@ -103,15 +103,15 @@ class LogProbs(Source):
             )
 
     def place(self, needs: Requirements) -> Placed:
-        given, call = self.given, self.call
+        source, call = self.given, self.call
         rows, data = self._rows_and_data(needs)
         if needs.paired:
             check_pairs(rows.number)
-        logprobs = rows.take(given.values)
-        entropy = None if given.entropy is None else self._per_token("entropy", given.entropy, rows, _PER_TOKEN)
+        logprobs = rows.take(source.values)
+        entropy = None if source.entropy is None else self._per_token("entropy", source.entropy, rows, _PER_TOKEN)
         layout = row_layout(logprobs, call.context_group)
         counted = data
-        if "sample_mask" not in given.data:  # a host may drop a row by masking its tokens
+        if "sample_mask" not in source.data:  # a host may drop a row by masking its tokens
             counted = {**data, "sample_mask": data["token_mask"].bool().any(1)}
         return Placed(data, needs.on_rows(), layout, counted, HostValues(rows, logprobs, entropy))
 
@@ -133,8 +133,8 @@ class LogProbs(Source):
 
     def _rows_and_data(self, needs: Requirements) -> tuple[Rows, dict[str, Tensor]]:
         """Convert a call's data to rows; ValueError for fields that are missing or unlike the log-probs."""
-        given, call, like = self.given, self.call, self.like
-        masks = [name for name in _MASKS if name in given.data]
+        source, call, like = self.given, self.call, self.like
+        masks = [name for name in _MASKS if name in source.data]
         if len(masks) != 1:
             raise ValueError(
                 "data must have one mask: token_mask, of whole sequences, or response_mask, of responses alone; it has "
@@ -142,7 +142,7 @@ class LogProbs(Source):
             )
         [mask] = masks
         for name in (mask, "sample_mask"):
-            for x in _tensors(given.data.get(name, ())):
+            for x in _tensors(source.data.get(name, ())):
                 check_mask_dtype(name, x)
         check_plain("logprobs", like)
         if not like.is_floating_point() or like.dtype.itemsize < 2:
@@ -151,12 +151,12 @@ class LogProbs(Source):
             warn_of_precision(like.dtype)
         responses = _MASKS[mask]
         cut = Cut(responses, call.context_group, self.loss.options.cp_layout)
-        rows = rows_of(given.values, cut, given.cu_seqlens)
+        rows = rows_of(source.values, cut, source.cu_seqlens)
         data: dict[str, Tensor] = {}
         for name in (mask, *needs.names):
-            if name not in given.data:
+            if name not in source.data:
                 raise ValueError(f"data lacks the field {name!r}; this loss needs {', '.join((mask, *needs.asked))}")
-            field, values = needs.field(name), given.data[name]
+            field, values = needs.field(name), source.data[name]
             if field.alignment == "predictor" and responses:
                 raise ValueError(
                     f"{name} is stored at the position that predicts its token, which responses alone do not have"
@@ -169,13 +169,13 @@ class LogProbs(Source):
             data["token_mask" if name == mask else name] = in_rows
         if mask in needs.names:  # a component names it
             data[mask] = data["token_mask"]
-        log_probs = given.values
+        log_probs = source.values
         places = (
             torch.ones_like(log_probs) if isinstance(log_probs, Tensor) else [torch.ones_like(x) for x in log_probs]
         )
         data[IN_ROW] = rows.take(places).bool()
         ones = data["token_mask"].new_ones(rows.number)
-        masked = given.data.get("sample_mask")
+        masked = source.data.get("sample_mask")
         data["sample_mask"] = ones if masked is None else self._per_row("sample_mask", masked, rows)
         return rows, data
 

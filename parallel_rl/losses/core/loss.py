@@ -136,11 +136,7 @@ class Loss(ABC, Generic[ConfigT]):
         return local if self.requirements.token_weights is None else weighted(local)
 
     def check_data(self, data: Mapping[str, Tensor], needs: Requirements) -> None:
-        """Check the values of the data, if values are checked; override it to refuse more.
-
-        Raises:
-            ValueError: names field, value and place.
-        """
+        """Check the data's values, where enabled; ValueError names the place. Override it to refuse more."""
         check_values(data, needs, truncated=bool(self.options.truncation))
 
     @property

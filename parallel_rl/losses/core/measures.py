@@ -57,10 +57,10 @@ def overflow_tokens(batch: TokenBatch, overflows: Sequence[Tensor | None]) -> di
     Args:
         overflows: false at masked places; None where nothing can overflow. All None: no metric.
     """
-    found = [overflow for overflow in overflows if overflow is not None]
-    if not found:
+    counted = [overflow for overflow in overflows if overflow is not None]
+    if not counted:
         return {}
-    return {"overflow_tokens": Metric("count", reduce(or_, found).sum(dtype=torch.float64))}
+    return {"overflow_tokens": Metric("count", reduce(or_, counted).sum(dtype=torch.float64))}
 
 
 def measured_tokens(batch: TokenBatch, measures: Mapping[str, Measure]) -> dict[str, Metric]:

@@ -92,16 +92,16 @@ def _numbers(batch: TokenBatch, local: LocalBatch, name: str) -> Tensor:
 
     here = take(values)
     there = local.mask & here.isfinite() & logprobs.isfinite()
-    given = torch.where(there, logprobs - here, 0).abs()
+    off = torch.where(there, logprobs - here, 0).abs()
     sums, gains = [], []
     for by in (1, -1):
         moved = take(_at(values, by))
         both = there & take(_at(local.valid, by)) & moved.isfinite()
         distance = torch.where(both, logprobs - moved, 0).abs()
-        sums += [torch.where(both, given, 0).sum(), distance.sum(), both.sum().double()]
-        gains.append(torch.where(both, given - distance, 0))
+        sums += [torch.where(both, off, 0).sum(), distance.sum(), both.sum().double()]
+        gains.append(torch.where(both, off - distance, 0))
     x, y = torch.where(there, here, 0), torch.where(there, logprobs, 0)
-    sums += [there.sum().double(), x.sum(), y.sum(), (x * x).sum(), (x * y).sum(), (y * y).sum(), given.sum()]
+    sums += [there.sum().double(), x.sum(), y.sum(), (x * x).sum(), (x * y).sum(), (y * y).sum(), off.sum()]
     place = here.new_zeros((), dtype=torch.int64)
     if here.numel():
         place = layout.places(needs.shift)[0][torch.maximum(*gains).argmax()]
@@ -121,41 +121,41 @@ def _moved(label: str, sums: Sequence[float], place: str) -> str:
     fits = {by: each for by, each in ((1, sums[:3]), (-1, sums[3:6])) if _fits(*each)}
     if not fits:
         return ""
-    by, (given, moved, count) = min(fits.items(), key=lambda each: each[1][1])
+    by, (unmoved, moved, count) = min(fits.items(), key=lambda each: each[1][1])
     column = "t − 1" if by > 0 else "t + 1"
     return (
-        f"{label} looks moved by one place: mean |log π − {label}| is {given / count:.4g} over {count:.0f} tokens here, "
+        f"{label} looks moved by one place: mean |log π − {label}| is {unmoved / count:.4g} over {count:.0f} tokens here, "
         f"and {moved / count:.4g} with column {column} in the place of column t{place}. Column t must hold the log-prob of "
         f"token t: give {label.split('/')[-1]}.roll({by}, 1)"
     )
 
 
-def _fits(given: float, moved: float, count: float) -> bool:
+def _fits(unmoved: float, moved: float, count: float) -> bool:
     times = _TIMES if count >= _ENOUGH else _MANY_TIMES
-    return count >= _FEW and given > max(_LEAST * count, times * moved)
+    return count >= _FEW and unmoved > max(_LEAST * count, times * moved)
 
 
 def _empty(label: str, sums: Sequence[float]) -> str:
     """Return the warning for a field that is 0 at every token."""
-    count, _, _, squares, _, _, given = sums[6:]
-    if squares or count < _ENOUGH or given <= _LEAST * count:
+    count, _, _, squares, _, _, distance = sums[6:]
+    if squares or count < _ENOUGH or distance <= _LEAST * count:
         return ""
     return (
-        f"{label} is 0 at all {count:.0f} tokens here, where mean |log π| is {given / count:.4g}; a recorded log-prob of 0 is "
-        f"a probability of 1. Fill {label.split('/')[-1]} with the log-probs of the policy that it is named for"
+        f"{label} is 0 at all {count:.0f} tokens here, where mean |log π| is {distance / count:.4g}; a recorded log-prob of 0 "
+        f"is a probability of 1. Fill {label.split('/')[-1]} with the log-probs of the policy that it is named for"
     )
 
 
 def _scaled(label: str, sums: Sequence[float]) -> str:
     """Return the warning for another temperature: log π is a line over the field, of slope T_field / T."""
-    count, x, y, xx, xy, yy, given = sums[6:]
-    if count < _ENOUGH or given <= _LEAST * count:
+    count, x, y, xx, xy, yy, distance = sums[6:]
+    if count < _ENOUGH or distance <= _LEAST * count:
         return ""
     xx, xy, yy = xx - x * x / count, xy - x * y / count, yy - y * y / count
     if min(xx, yy) <= 0 or xy * xy < _STRAIGHT * xx * yy or abs(xy / xx - 1) < _OTHER:
         return ""
     return (
         f"{label} looks like that of {xy / xx:.2f} times the temperature of this loss: mean |log π − {label}| is "
-        f"{given / count:.4g} over {count:.0f} tokens here, and log π is a line over it. Give the loss the sampler's "
+        f"{distance / count:.4g} over {count:.0f} tokens here, and log π is a line over it. Give the loss the sampler's "
         "temperature=, or record the log-probs at the temperature of the loss"
     )

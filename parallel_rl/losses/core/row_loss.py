@@ -162,7 +162,7 @@ class RowReader(Reader):
         if head is None:
             if teacher is not None:
                 raise ValueError(
-                    f"{TEACHER} is an LMHeadInput beside logits of the student; give both as logits, or both as an LMHeadInput"
+                    f"{TEACHER} is an LMHeadInput and the student gives logits; give both as logits, or both as an LMHeadInput"
                 )
             return
         shard = self.loss.options.shard(len(head.weight), tensor_group)

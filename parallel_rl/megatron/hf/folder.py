@@ -135,8 +135,8 @@ class Reader:
     def rows(self, file: str, name: str, start: int, stop: int, columns: tuple[int, int] | None = None) -> Tensor:
         """Read only rows [start, stop) of a tensor, or their [start, stop) columns."""
         one = self._file(file).get_slice(name)
-        found: Tensor = one[start:stop] if columns is None else one[start:stop, columns[0] : columns[1]]
-        return found
+        part: Tensor = one[start:stop] if columns is None else one[start:stop, columns[0] : columns[1]]
+        return part
 
     def _file(self, name: str):  # type: ignore[no-untyped-def]  # safetensors has no type for it
         from safetensors import SafetensorError, safe_open

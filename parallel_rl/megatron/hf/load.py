@@ -33,7 +33,7 @@ def load_hf(
     vocab_multiple: int = 1,
     overrides: Mapping[str, object] | None = None,
 ) -> list[GPTModel]:
-    """Load config.json and safetensors into this rank's part of a model, on the layout of `initialize`.
+    """Load config.json and safetensors into this rank's part of a model: a list of its model chunks.
 
     Every rank of the world calls it and reads only its own rows. Families: llama (with 3.1's rotary positions), mistral,
     qwen2, qwen3, qwen3_moe.
@@ -46,14 +46,11 @@ def load_hf(
         vocab_multiple: see `build_model`.
         overrides: further fields of TransformerConfig by name (recompute_granularity, moe_aux_loss_coeff, ...).
 
-    Returns:
-        The model chunks of this rank: one, unless `initialize` has virtual_pp.
-
     Raises:
         ValueError: on all ranks: no weights; an unsupported family or option of config.json; a tensor that is missing, unused
             or of another shape; a truncated file; sizes that the layout does not divide; weights that differ between nodes.
     """
-    described, found = _open(folder, scalar_head)
+    described, reader = _open(folder, scalar_head)
     models = build_hf(
         described,
         dtype=dtype,
@@ -62,7 +59,7 @@ def load_hf(
         vocab_multiple=vocab_multiple,
         overrides=overrides,
     )
-    raise_on_all_ranks(partial(_fill, models, found))
+    raise_on_all_ranks(partial(_fill, models, reader))
     _check_alike(models, folder)
     return models
 
@@ -70,10 +67,10 @@ def load_hf(
 def fill_hf(models: Sequence[torch.nn.Module], folder: str | Path) -> None:
     """Load a folder into this rank's part of an existing model, wrapped or not; errors as of `load_hf`."""
     bare = [unwrap(model) for model in models]
-    described, found = _open(folder, bare[0].scalar_head)
+    described, reader = _open(folder, bare[0].scalar_head)
     for model in bare:
         model.hf = described
-    raise_on_all_ranks(partial(_fill, bare, found))
+    raise_on_all_ranks(partial(_fill, bare, reader))
     _check_alike(bare, folder)
 
 

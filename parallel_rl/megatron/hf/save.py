@@ -60,19 +60,21 @@ def save_hf(
     raise_on_all_ranks(require_safetensors)
     held, sources = raise_on_all_ranks(partial(held_parameters, model))
     gather_parameters(model)
-    made = on_first_rank(partial(_begin, out), f"{out} cannot be written")
+    partial_folder = on_first_rank(partial(_begin, out), f"{out} cannot be written")
     try:
         files = _share_out(_written_here(held), sources, max_file_bytes)
         mine = files[dist.get_rank()]
-        error = _write(made, held, sources, mine)
+        error = _write(partial_folder, held, sources, mine)
         raise_on_all_ranks(partial(_raise, error), what=f"{out} could not be written")
         chunk = unwrap(model if isinstance(model, torch.nn.Module) else model[0])
         config = {**(entries or {}), **_config(chunk)}
-        end = partial(_finish, made, out, [part for rank in files for part in rank], sources, config, companions)
+        end = partial(
+            _finish, partial_folder, out, [part for rank in files for part in rank], sources, config, companions
+        )
         on_first_rank(end, f"{out} could not be finished")
     except BaseException:
         if dist.get_rank() == 0:
-            shutil.rmtree(made, ignore_errors=True)
+            shutil.rmtree(partial_folder, ignore_errors=True)
         raise
 
 
@@ -85,9 +87,9 @@ class _File:
 def _begin(out: Path) -> Path:
     if out.exists() and not (out.is_dir() and not any(out.iterdir())):
         raise ValueError(f"{out} is there already; nothing is overwritten")
-    made = out.parent / f".{out.name}.{os.getpid()}.partial"
-    made.mkdir(parents=True)
-    return made
+    partial_folder = out.parent / f".{out.name}.{os.getpid()}.partial"
+    partial_folder.mkdir(parents=True)
+    return partial_folder
 
 
 def _written_here(held: Sequence[Held]) -> list[Held]:
@@ -122,7 +124,9 @@ def _share_out(held: Sequence[Held], sources: Mapping[str, Source], limit: int) 
     return files
 
 
-def _write(made: Path, held: Sequence[Held], sources: Mapping[str, Source], files: Sequence[_File]) -> Exception | None:
+def _write(
+    folder: Path, held: Sequence[Held], sources: Mapping[str, Source], files: Sequence[_File]
+) -> Exception | None:
     """Gather this stage's parameters and write `files`; a failure is returned, as the others still gather."""
     ends = {file.parameters[-1]: file for file in files}
     mine = {name for file in files for name in file.parameters}
@@ -136,7 +140,7 @@ def _write(made: Path, held: Sequence[Held], sources: Mapping[str, Source], file
             for name, tensor in split(sources[one.name], whole).items():
                 pending[name] = tensor.to("cpu", copy=True).contiguous()
             if one.name in ends:
-                _write_file(made / ends[one.name].name, pending)
+                _write_file(folder / ends[one.name].name, pending)
                 pending = {}
         except Exception as failure:
             error = failure
@@ -154,17 +158,17 @@ def _write_file(path: Path, tensors: Mapping[str, Tensor]) -> None:
 def _config(chunk: GPTModel) -> dict[str, object]:
     """Return config.json's entries: those that the model was loaded with, else our own."""
     described, scalar_head = describe_model(chunk), bool(chunk.scalar_head)
-    own = described.architecture.to_config(scalar_head=scalar_head)
-    config = {**described.config, "architectures": own["architectures"]}
+    written = described.architecture.to_config(scalar_head=scalar_head)
+    config = {**described.config, "architectures": written["architectures"]}
     if scalar_head:
-        config |= {name: own[name] for name in ("id2label", "label2id")}
+        config |= {name: written[name] for name in ("id2label", "label2id")}
     dtype = str(chunk.config.params_dtype).removeprefix("torch.")
     name = "dtype" if "dtype" in config else "torch_dtype"  # versions of transformers prefer different names
     return {**{key: value for key, value in config.items() if key not in ("dtype", "torch_dtype")}, name: dtype}
 
 
 def _finish(
-    made: Path,
+    folder: Path,
     out: Path,
     files: Sequence[_File],
     sources: Mapping[str, Source],
@@ -173,16 +177,16 @@ def _finish(
 ) -> None:
     placed = {part: file.name for file in files for name in file.parameters for part in sources[name].shapes()}
     if len(files) > 1:
-        size = sum((made / file.name).stat().st_size for file in files)
-        _write_json(made / INDEX, {"metadata": {"total_size": size}, "weight_map": placed})
+        size = sum((folder / file.name).stat().st_size for file in files)
+        _write_json(folder / INDEX, {"metadata": {"total_size": size}, "weight_map": placed})
     check_names(
-        read_folder(made), {name: shape for source in sources.values() for name, shape in source.shapes().items()}
+        read_folder(folder), {name: shape for source in sources.values() for name, shape in source.shapes().items()}
     )
-    _write_json(made / CONFIG, config)
+    _write_json(folder / CONFIG, config)
     for name in COMPANIONS if companions is not None else ():
         if (Path(companions or "") / name).is_file():
-            shutil.copyfile(Path(companions or "") / name, made / name)
-    made.rename(out)
+            shutil.copyfile(Path(companions or "") / name, folder / name)
+    folder.rename(out)
 
 
 def _write_json(path: Path, tree: Mapping[str, object]) -> None:

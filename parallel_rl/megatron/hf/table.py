@@ -56,18 +56,18 @@ def table(model: Architecture, *, scalar_head: bool = False) -> dict[str, Source
     ...  table(small)["decoder.layers.0.self_attention.linear_qkv.weight"].rows[:3]]
     [('q_proj.weight', 0, 8), ('k_proj.weight', 0, 4), ('v_proj.weight', 0, 4)]
     """
-    found = {
+    sources = {
         EMBEDDING: _whole("model.embed_tokens.weight", model.vocab, model.hidden),
         "decoder.final_layernorm.weight": _whole("model.norm.weight", model.hidden),
     }
     if scalar_head:
-        found[HEAD] = _whole("score.weight", 1, model.hidden)
+        sources[HEAD] = _whole("score.weight", 1, model.hidden)
     elif not model.tied:
-        found[HEAD] = _whole("lm_head.weight", model.vocab, model.hidden)
+        sources[HEAD] = _whole("lm_head.weight", model.vocab, model.hidden)
     for layer in range(model.layers):
         for name, source in _layer(model, f"model.layers.{layer}."):
-            found[f"decoder.layers.{layer}.{name}"] = source
-    return found
+            sources[f"decoder.layers.{layer}.{name}"] = source
+    return sources
 
 
 def _layer(model: Architecture, at: str) -> Iterator[tuple[str, Source]]:

@@ -1,1 +1,1 @@
-"""One optimizer step of a user's own Megatron model on every layout, against one process: `check_step` and its parts."""
+"""Compare one optimizer step of a user's Megatron model, on every layout, with one process."""

@@ -1,4 +1,4 @@
-"""Modules that stay in float32 within a model in float64."""
+"""Keep modules in float32 within a model in float64."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Findings of a layout's errors: they name weights, layout, factor and the nearest known cause."""
+"""Findings of a layout's errors: weights, layout, factor and the nearest known cause."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ _RANDOM = (
 
 @dataclass(frozen=True)
 class StepFinding:
-    """One thing that differs from one process.
+    """One difference from the step of one process.
 
     Attributes:
-        what: gradient, norm, loss, metric, weights, error.
-        axis: of the layout that brings it, such as "context".
-        weights: by name, those concerned; empty where it is no matter of single weights.
-        factor: by which it is too large; None if no one factor explains it.
-        text: numbers, on the first layout that shows it. cause: the nearest known one, and its cure.
-        layouts: on which it was seen.
+        what: gradient, norm, loss, metric, weights or error.
+        axis: part of the layout that causes it, such as "context".
+        weights: names of the wrong weights; empty if the finding is about no single weight.
+        factor: by which the value is too large; None if no single factor explains it.
+        text: numbers of the first layout that shows it. cause: the nearest known cause and its cure.
+        layouts: names of the layouts that show it.
     """
 
     what: str
@@ -44,7 +44,7 @@ class StepFinding:
 
 
 def diagnose(seen: Sequence[Compared], bound: float, facts: Facts) -> list[StepFinding]:
-    """Find what is wrong, the layouts with fewest axes first."""
+    """List the findings, layouts with the fewest axes first."""
     broken = sorted((one for one in seen if one.broken(bound)), key=lambda one: len(one.layout.axes))
     right = [one for one in seen if not one.error and not one.broken(bound)]
     findings: list[StepFinding] = []
@@ -61,7 +61,7 @@ def diagnose(seen: Sequence[Compared], bound: float, facts: Facts) -> list[StepF
 
 
 def _blamed(one: Compared, right: Sequence[Compared]) -> frozenset[str]:
-    """Return the axes of a broken layout without those of right ones, unless nothing is left."""
+    """Return the axes of a broken layout that no right layout has; all its axes if none is left."""
     axes = one.layout.axes
     within = [other.layout.axes for other in right if other.layout.axes < axes]
     left = axes - max(within, key=len, default=frozenset())
@@ -140,7 +140,7 @@ def _of_norm(one: Compared, axis: str, bound: float, name: tuple[str]) -> Iterat
 
 
 def _groups(errors: Sequence[WeightError]) -> list[list[WeightError]]:
-    """Put together the weights that one sentence describes: those left in parts, those with one factor, all others."""
+    """Group the weights for one sentence each: left in parts, scaled by the same factor, all others."""
     groups: dict[object, list[WeightError]] = defaultdict(list)
     for error in errors:
         if error.weighed is not None:

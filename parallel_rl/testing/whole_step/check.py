@@ -1,4 +1,4 @@
-"""The check of one subject: which layouts, in which precision, each against which run of one process."""
+"""Check one subject: choose its layouts, its precision, and the one-process run for each layout."""
 
 from __future__ import annotations
 
@@ -26,11 +26,7 @@ def check_subject(
     layouts: Sequence[StepLayout] | None = None,
     show: Callable[[str], None] | None = None,
 ) -> WholeStepReport:
-    """Run the check of `check_step`.
-
-    Raises:
-        ValueError: see `check_step`.
-    """
+    """Run the check of `check_step`; raises its ValueErrors."""
     if subject.forward_step is not None and subject.loss_callback is not None:
         raise ValueError("forward_step and loss_callback are both given; a forward step returns its own callback")
     for layout in layouts or ():
@@ -75,7 +71,7 @@ def check_subject(
 
 
 def _for_script(layouts: Sequence[StepLayout], model: ModelFacts, padded: bool) -> list[StepLayout]:
-    """Put one process with several micro-batches first, with each setting that is used; `padded`: without packed rows."""
+    """Add one-process layouts with several micro-batches, one for each setting in use, before the others."""
     if padded:
         layouts = [layout._replace(packed=False) for layout in layouts]
     settings = sorted({layout.per_token for layout in layouts}, reverse=True)
@@ -86,7 +82,7 @@ def _for_script(layouts: Sequence[StepLayout], model: ModelFacts, padded: bool) 
 def _worlds(
     subject: StepSubject, layouts: Sequence[StepLayout], model: ModelFacts, ranks: Ranks
 ) -> tuple[Worlds, list[str]]:
-    """Find the precision in which one process runs the step: float64, or float32 where the model's parts refuse that."""
+    """Choose the precision of the one-process step: float64, or float32 if a module refuses float64."""
     notes, layers = list(model.notes), layers_for(list(layouts))
     worlds = Worlds(subject, layers, torch.float64, ranks)
     key = layouts[0].truth(model.balanced)

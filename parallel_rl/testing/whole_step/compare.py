@@ -1,4 +1,4 @@
-"""One layout's step beside one process: loss, metrics, each weight's gradient and update, and the norm."""
+"""Compare one layout's step with one process: loss, metrics, norm, and each weight's gradient and update."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ class WeightError:
 
     Attributes:
         error: |g − g*| / |g*| over all ranks.
-        factor: by which the gradient is too large on every rank, or None if no one factor explains it.
-        text: what explains it: a factor, one a rank, or parts that were not summed.
-        by_rank: each rank's gradient has a factor of its own.
-        missing: axes over whose ranks the gradient was left in parts.
-        weighed: how the tokens of each part of the step weigh, if that explains the gradient.
+        factor: by which the gradient is too large on every rank; None if no single factor explains it.
+        text: the explanation: a factor, one factor a rank, or parts that were not summed.
+        by_rank: each rank's gradient has its own factor.
+        missing: axes over whose ranks the gradient was not summed.
+        weighed: the weight of each part of the step's tokens, if that explains the gradient.
     """
 
     name: str
@@ -46,7 +46,7 @@ class WeightError:
 
     @property
     def unexplained(self) -> bool:
-        """Whether the weight trains on both sides and no one factor explains its gradient."""
+        """Return whether the weight trains on both sides and no single factor explains its gradient."""
         return self.factor is None and math.isfinite(self.error) and not self.by_rank
 
 
@@ -55,12 +55,12 @@ class Compared:
     """One layout's errors.
 
     Attributes:
-        loss, gradient, norm, weights, metrics: relative errors, the largest of each kind; `metrics` without the loss.
+        loss, gradient, norm, weights, metrics: the largest relative error of each kind; `metrics` without the loss.
         gradients: the weights whose gradients differ.
-        unmarked, overmarked: weights that Megatron's norm takes for whole though they are cut, and the reverse.
-        counted: the weight that was counted another number of times in the norm, with that number, if one explains it.
-        moved: by what factor weights moved. loss_shift: the loss minus that of one process.
-        error: that a rank ended in; `refused` if the layout is refused by name and was not run.
+        unmarked, overmarked: sharded weights that Megatron's norm treats as whole, and the reverse.
+        counted: a weight counted a wrong number of times in the norm, with that number, if one explains the norm.
+        moved: factor of the weights' update. loss_shift: the loss minus that of one process.
+        error: a rank's exception; `refused` if the layout is refused by name and was not run.
     """
 
     layout: StepLayout
@@ -82,11 +82,11 @@ class Compared:
 
     @property
     def hung(self) -> bool:
-        """Whether a rank gave no answer."""
+        """Return whether a rank did not answer."""
         return NO_ANSWER in self.error
 
     def broken(self, bound: float) -> bool:
-        """Whether the layout was run and differs from one process."""
+        """Return whether the layout ran and differs from one process."""
         if self.error:
             return not self.refused
         numbers = (self.loss, self.gradient, self.norm, self.weights, *self.metrics.values())
@@ -104,10 +104,10 @@ def compare(layout: StepLayout, results: Sequence[RankResult], truth: Truth, bou
     worst = moved_error = 0.0
     moves = [0.0, 0.0]
     for name, copies in pieces.items():
-        found = _frozen(name, copies, truth) or _of_weight(name, copies, truth, whole, bound)
-        worst = max(worst, found.error if not math.isnan(found.error) else math.inf)
-        if not found.error <= bound:
-            errors.append(found)
+        error = _frozen(name, copies, truth) or _of_weight(name, copies, truth, whole, bound)
+        worst = max(worst, error.error if not math.isnan(error.error) else math.inf)
+        if not error.error <= bound:
+            errors.append(error)
         moved_error = max(moved_error, _of_update(name, copies, truth, whole, moves))
     lost = sorted(set(truth.gradients) - set(pieces))
     if lost:
@@ -145,7 +145,7 @@ def compare(layout: StepLayout, results: Sequence[RankResult], truth: Truth, bou
 
 
 def _frozen(name: str, copies: Sequence[tuple[RankResult, Piece]], truth: Truth) -> WeightError | None:
-    """Find a weight that trains on this layout or on one process, and not on both; a weight frozen on both is right."""
+    """Compare where a weight trains, here and on one process; return None if it trains on both."""
     trains = [piece.gradient is not None for _, piece in copies]
     if name not in truth.gradients:
         text = "trains on this layout and is frozen on one process"
@@ -200,7 +200,7 @@ def _of_weight(
 
 
 def _in_parts(rows: Sequence[tuple[Mapping[str, int], Tensor, Tensor]]) -> tuple[tuple[str, ...], float] | None:
-    """Find the axes over whose ranks the copies of a gradient add up to a multiple of the right one."""
+    """Find the axes over which the copies of a gradient sum to a multiple of the right gradient."""
     for axes in _SUMMED:
         if any(len({place[axis] for place, *_ in rows}) < 2 for axis in axes):
             continue
@@ -222,7 +222,7 @@ def _in_parts(rows: Sequence[tuple[Mapping[str, int], Tensor, Tensor]]) -> tuple
 
 
 def _by_rank(places: Sequence[Mapping[str, int]], factors: Sequence[float]) -> str:
-    """Describe factors that differ between ranks, by the axis that tells them apart."""
+    """Describe factors that differ between ranks, by the axis that separates them."""
     for axis in _AXES:
         of_rank: dict[int, set[float]] = defaultdict(set)
         for place, factor in zip(places, factors, strict=True):
@@ -235,7 +235,7 @@ def _by_rank(places: Sequence[Mapping[str, int]], factors: Sequence[float]) -> s
 def _of_update(
     name: str, copies: Sequence[tuple[RankResult, Piece]], truth: Truth, whole: float, moves: list[float]
 ) -> float:
-    """Return the relative error of a weight's movement; add its product with the right one, and that one's square."""
+    """Return the relative error of a weight's update; add its product with the right update to `moves`."""
     off = size = 0.0
     for _, piece in copies:
         before, after = (
@@ -251,7 +251,7 @@ def _of_update(
 
 
 def _of_metrics(results: Sequence[RankResult], truth: Truth) -> tuple[dict[str, float], float]:
-    """Return each metric's largest relative error over ranks, and the factor of the loss."""
+    """Return each metric's largest relative error over ranks, and the loss minus that of one process."""
     errors, factor, loss = {}, 1.0, _loss_name(truth)
     for name, right in truth.metrics.items():
         values = [result.metrics.get(name, math.nan) for result in results]
@@ -269,7 +269,7 @@ def _loss_name(truth: Truth) -> str:
 
 
 def _counted(norm: float, truth: Truth) -> tuple[str, float] | None:
-    """Find one weight that was counted another number of times in an otherwise right norm."""
+    """Find one weight whose wrong count in the norm explains the norm's error."""
     more = norm**2 - truth.norm**2
     for name, gradient in truth.gradients.items():
         square = float(gradient.double().square().sum())

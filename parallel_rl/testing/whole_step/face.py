@@ -1,4 +1,4 @@
-"""`check_step`, which imports megatron-core as it is called."""
+"""`check_step`; megatron-core is imported when it is called."""
 
 from __future__ import annotations
 
@@ -27,27 +27,26 @@ def check_step(
 ) -> WholeStepReport:
     """Run one optimizer step of a model on every layout and compare it with one process.
 
-    The model is built at test size by its own provider. Rows are ragged and unevenly masked. Compared are the loss, the
-    metrics, each weight's gradient, the norm of Megatron's optimizer, and the weights after a clipped step.
+    The model's provider builds it at test size. Rows are ragged and unevenly masked. The check compares loss, metrics, each
+    weight's gradient, the norm of Megatron's optimizer, and the weights after a clipped step.
 
         report = check_step(model_provider, config)
         print(report)
 
     Args:
-        provider: a function of `config` and, by name, of pre_process, post_process, vp_stage, vocab_size and
-            max_sequence_length, those of them that it has, which returns a GPTModel or this rank's chunks; or a config with
-            `provide()`, as Megatron-Bridge's are.
-        config: the model's, at full size, or a function that returns it; None: `provider` is both.
+        provider: a function that returns a GPTModel or this rank's chunks; it takes `config` and, if it has them, pre_process,
+            post_process, vp_stage, vocab_size and max_sequence_length; or a config with `provide()`, as in Megatron-Bridge.
+        config: at full size, or a function that returns it; None: `provider` is both.
         layouts: None is `default_layouts`.
-        forward_step: of a Megatron script, (data_iterator, model) → (output, loss callback), in place of this library's step.
+        forward_step: of a Megatron script: (data_iterator, model) → (output, loss callback); None: this library's step.
         loss_callback: of a Megatron script, (loss_mask, losses[, model]), for a model that is run on labels.
         setup: called with the config on each rank before the model is built, such as Megatron-LM's `set_args`.
         timeout: seconds for one layout.
         show: called with a line as each layout ends.
 
     Raises:
-        ValueError: a provider that returns no model or needs Transformer Engine where there is none, a config that cannot
-            shrink, sizes that do not divide each other, a step that one process cannot run.
+        ValueError: the provider returns no model or needs a missing Transformer Engine, the config cannot shrink, sizes do not
+            divide each other, or one process cannot run the step.
     """
     from parallel_rl.testing.whole_step.check import check_subject
     from parallel_rl.testing.whole_step.ranks import PoolRanks

@@ -1,4 +1,4 @@
-"""The nearest known cause of a group of wrong gradients."""
+"""Find the nearest known cause of a group of wrong gradients."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ _NO_BACKWARD = (
 
 @dataclass(frozen=True)
 class Facts:
-    """Facts about the step that is checked.
+    """Facts about the checked step.
 
     Attributes:
-        script: the step is the user's. heads: of multi-token prediction. experts: the model has some.
-        number: of weights that train in the whole model. frozen: some do not train.
-        random: by how much one process differs from itself with another seed; empty if it does not.
+        script: the step is the user's. heads: multi-token prediction heads. experts: the model has experts.
+        number: trainable weights of the whole model. frozen: some weights do not train.
+        random: difference between two one-process runs with different seeds; empty if they agree.
     """
 
     script: bool
@@ -36,7 +36,7 @@ class Facts:
 
 
 def gradient_cause(one: Compared, group: Sequence[WeightError], axis: str, facts: Facts) -> str:
-    """Name the nearest known cause of a group of wrong gradients; `axis` is the one that brings them."""
+    """Name the nearest known cause of a group of wrong gradients that `axis` brings."""
     layout, first, names = one.layout, group[0], [error.name for error in one.gradients]
     if math.isinf(first.error) and first.factor is None:
         return "requires_grad differs between layouts; freeze by the name that a one-process model gives, not by place or rank"
@@ -81,7 +81,7 @@ def gradient_cause(one: Compared, group: Sequence[WeightError], axis: str, facts
 
 
 def _of_parts(first: WeightError, layout: StepLayout) -> str:
-    """Name the cause of a gradient that ranks hold in parts, or that some of them lost."""
+    """Name the cause of a gradient that ranks hold in parts, or that some ranks lost."""
     if first.by_rank:
         return "the gradient is lost on some of the ranks that hold the weight: a hook, a detached tensor, a rank's own branch"
     if first.missing == ("pipeline",):
@@ -105,7 +105,7 @@ def _of_parts(first: WeightError, layout: StepLayout) -> str:
 
 
 def _of_sizes(factor: float, layout: StepLayout, axis: str) -> str:
-    """Describe a factor that is a product of the layout's sizes or its reciprocal, those of `axis` first; else empty."""
+    """Describe a factor that is a product of layout sizes or its reciprocal, `axis` first; else return ""."""
     sizes = {
         "tensor ranks": layout.tp,
         "context ranks": layout.cp,
@@ -128,7 +128,7 @@ def _of_sizes(factor: float, layout: StepLayout, axis: str) -> str:
 
 
 def _of_counts(one: Compared, factor: float, local: bool) -> str:
-    """Name the cause of tokens that weigh too much or too little."""
+    """Name the cause of tokens whose weight is wrong."""
     if local and one.layout.cp > 1 and not one.layout.per_token:
         return (
             "a callback of three values without calculate_per_token_loss is divided by the tokens of each shard (Megatron-LM "
@@ -149,7 +149,7 @@ def _of_counts(one: Compared, factor: float, local: bool) -> str:
 
 
 def _of_factor(one: Compared, first: WeightError, axis: str, facts: Facts) -> str:
-    """Name the cause of one factor, or of an error that has none."""
+    """Name the cause of one factor, or of an error without a single factor."""
     layout, factor = one.layout, first.factor
     if factor is not None and abs(factor) < _NEAR and layout.recompute and facts.frozen:
         return (

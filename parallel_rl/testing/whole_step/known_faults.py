@@ -1,4 +1,4 @@
-"""Known faults of megatron-core that change numbers without a word, and which runs reach them."""
+"""Known faults of megatron-core that silently change numbers, and which runs reach them."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ class RunFacts:
     """Facts of a run's config that decide which faults it reaches.
 
     Attributes:
-        tensor, context: sizes. per_token: calculate_per_token_loss. heads: of multi-token prediction.
+        tensor, context: sizes. per_token: calculate_per_token_loss. heads: multi-token prediction heads.
         balanced: routers add losses; `sequence_balance`: within each sequence. masked_experts: routers get a padding mask.
-        sinks: learnable attention sinks. recompute: of whole layers. smoothing: of labels, by Megatron's cross-entropy.
+        sinks: learnable attention sinks. recompute: of whole layers. smoothing: label smoothing in Megatron's cross-entropy.
         gathers: logits are gathered over tensor ranks.
     """
 
@@ -37,9 +37,9 @@ class KnownFault:
     """One fault.
 
     Attributes:
-        name: what it is about. reference: the thread that describes it.
-        reaches: whether a config is one in which the fault would show.
-        avoided: how this library's own step avoids it.
+        name: its subject. reference: the thread that describes it.
+        reaches: whether a config shows the fault.
+        avoided: how this library's step avoids it.
     """
 
     name: str
@@ -89,7 +89,7 @@ FAULTS: Sequence[KnownFault] = (
 
 
 def gate_line(facts: RunFacts) -> str:
-    """Name the faults that a run's config would meet in stock Megatron, for the gate; nothing is run.
+    """Name the faults that a run's config reaches in stock Megatron, in one line for the gate.
 
     >>> gate_line(RunFacts(tensor=2, sinks=True))
     "megatron-core's known faults: this config reaches 1 (attention sinks), avoided by forward_backward"

@@ -1,4 +1,4 @@
-"""Layouts of a whole optimizer step, and its rows: ragged, unevenly masked, cut into micro-batches."""
+"""Layouts of a whole optimizer step, and its ragged, unevenly masked rows."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ ROWS, MICRO_BATCHES, WIDTH = 8, 4, 16  # of the whole step; eight data ranks hav
 
 
 class StepLayout(NamedTuple):
-    """One way to run the step. `vp` counts the model chunks of a pipeline stage, `micro` all micro-batches of the step."""
+    """One way to run the step: `vp` model chunks a pipeline stage, `micro` micro-batches in all."""
 
     tp: int = 1
     cp: int = 1
@@ -66,11 +66,11 @@ class StepLayout(NamedTuple):
         return ".".join(parts)
 
     def truth(self, balanced: bool, local: bool = False) -> StepLayout:
-        """Return the run of one process that this layout is compared with.
+        """Return the one-process run that this layout is compared with.
 
         Args:
             balanced: whether routers add losses, which are defined per micro-batch and count all tokens of their rows.
-            local: micro-batches are known not to weigh alike, so that it takes as many of them.
+            local: micro-batches weigh differently, so the one-process run uses the same number.
         """
         if balanced and self.balance:
             return StepLayout(packed=self.packed, per_token=self.per_token, micro=self.micro)
@@ -79,7 +79,7 @@ class StepLayout(NamedTuple):
 
 
 def default_layouts(experts: bool = False, balanced: bool = False) -> list[StepLayout]:
-    """List ten layouts on 1, 2 and 4 ranks, and for a mixture of experts four more.
+    """List ten layouts on 1, 2 and 4 ranks, and four more for a mixture of experts.
 
     >>> [layout.name for layout in default_layouts()][:2]
     ['padded.mb4', 'packed.mb4.mean.recompute']
@@ -110,11 +110,7 @@ def default_layouts(experts: bool = False, balanced: bool = False) -> list[StepL
 
 
 def check_layout(layout: StepLayout) -> None:
-    """Refuse sizes that do not divide each other.
-
-    Raises:
-        ValueError: the layout and what does not divide it.
-    """
+    """Refuse sizes that do not divide each other with a ValueError."""
     experts = (layout.tp if layout.etp is None else layout.etp) * layout.ep
     stage = layout.tp * layout.cp * layout.dp
     if layout.vp > 1 and layout.pp == 1:
@@ -140,14 +136,14 @@ def check_layout(layout: StepLayout) -> None:
         )
 
 
-# neighbours fill a packed row of 24 positions without padding, whose place would depend on the layout
+# neighbours fill a packed row of 24 positions: padding would stand at another place in each layout
 _LENGTHS = (16, 8, 12, 12, 8, 16, 16, 8)
 _KEPT = (0.9, 0.3, 0.5, 0.2, 0.9, 0.9, 0.1, 0.7)  # of each row's tokens; neighbours share a micro-batch
 Rows = dict[str, Tensor]
 
 
 def make_rows(vocabulary: int) -> Rows:
-    """Draw eight rows of token ids with masks [8, 16]; the second half of two rows carries all of their loss."""
+    """Draw eight rows of token ids and masks [8, 16]; two rows have loss in their second half only."""
     g = torch.Generator().manual_seed(11)
     column, lengths = torch.arange(WIDTH), torch.tensor(_LENGTHS)
     kept = torch.rand(ROWS, WIDTH, generator=g) < torch.tensor(_KEPT)[:, None]
@@ -170,12 +166,12 @@ def micro_batches(rows: Rows, layout: StepLayout, data_rank: int) -> list[Rows]:
 
 
 def packed_width(rows: int) -> int:
-    """Return the positions of a packed micro-batch of so many rows: the same for each, since stages exchange one shape."""
+    """Return the positions of a packed micro-batch; pipeline stages exchange one shape."""
     return 12 * rows if rows % 2 == 0 else WIDTH * rows
 
 
 def megatron_rows(batches: list[Rows], dtype: torch.dtype) -> Iterator[dict[str, Tensor | None]]:
-    """Iterate over micro-batches as Megatron's datasets give them: labels and masks are those of the next token."""
+    """Iterate over micro-batches as Megatron's datasets give them: labels and masks of the next token."""
     for batch in batches:
         ids, mask = batch["input_ids"], batch["token_mask"] * batch["sample_mask"][:, None]
         yield {

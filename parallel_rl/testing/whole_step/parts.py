@@ -1,4 +1,4 @@
-"""Tokens that weigh too much: a gradient as a sum over micro-batches and context ranks, each with a factor."""
+"""Find tokens of wrong weight: write a gradient as a sum over micro-batches and context ranks with factors."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _HOLDERS: Mapping[str, Callable[[TokenPart], object]] = {
 
 
 class TokenPart(NamedTuple):
-    """The tokens of one micro-batch on one context rank: which of [B, S] they are, and how many carry loss."""
+    """The tokens of one micro-batch on one context rank: a mask [B, S] and the number of loss tokens."""
 
     micro: int
     context: int
@@ -35,10 +35,10 @@ class TokenPart(NamedTuple):
 
 
 class Weighing(NamedTuple):
-    """The part whose tokens are the most out of weight.
+    """The part with the largest error of weight.
 
     Attributes:
-        factor: its own. text: a sentence on all parts. local: each part is divided by a count of its own.
+        factor: of this part. text: a sentence on all parts. local: each part is divided by its own count.
     """
 
     factor: float
@@ -47,7 +47,7 @@ class Weighing(NamedTuple):
 
 
 def token_parts(rows: Rows, layout: StepLayout) -> list[TokenPart]:
-    """Cut the tokens that carry loss as the layout does; a token lies where it is predicted, one position before."""
+    """Split the loss tokens as the layout does; a token belongs to the position before it, its predictor."""
     position = (torch.arange(WIDTH) - 1).clamp(min=0)
     lengths = rows["lengths"][:, None] if layout.packed else torch.full((ROWS, 1), WIDTH)
     chunk = (position * 2 * layout.cp) // lengths
@@ -74,7 +74,7 @@ def weigh(
     """Explain the gradients `names` of a layout by one factor for each part, if such factors exist.
 
     Args:
-        parts, gradients: of one process, of which the sum is `truth`.
+        parts, gradients: of one process; the gradients sum to `truth`.
         whole: the layout's gradients, see `joined`.
     """
     columns = torch.stack([_flat(gradient, names) for gradient in gradients], 1)
@@ -99,8 +99,8 @@ def weigh(
     holder = _divided_by(parts, factors.tolist())
     why = ""
     if holder:
-        own = sum(other.number for other in parts if _HOLDERS[holder](other) == _HOLDERS[holder](one))
-        why = f", as if each {holder}'s tokens were divided by their own count (1/{total / (factor * own):.3g} of their sum)"
+        held = sum(other.number for other in parts if _HOLDERS[holder](other) == _HOLDERS[holder](one))
+        why = f", as if each {holder}'s tokens were divided by their own count (1/{total / (factor * held):.3g} of their sum)"
     elif others > 0:
         why = f", and {others} more part{'s' * (others > 1)} of the step not × 1 either"
     text = f"the {number} of {total} tokens of {place} weigh × {factor:.4g}{why}"
@@ -108,7 +108,7 @@ def weigh(
 
 
 def _divided_by(parts: Sequence[TokenPart], factors: Sequence[float]) -> str:
-    """Return whose own count divides the tokens that it holds, if each part weighs by such a count."""
+    """Name the ranks or micro-batches whose own count divides their tokens, or return ""."""
     for holder, key in _HOLDERS.items():
         counts: dict[object, int] = defaultdict(int)
         for one in parts:
@@ -120,16 +120,16 @@ def _divided_by(parts: Sequence[TokenPart], factors: Sequence[float]) -> str:
 
 
 def joined(results: Sequence[RankResult], truth: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Put the ranks' parts of each gradient together, of weights whose copies agree."""
+    """Assemble the ranks' parts of each gradient whose copies agree."""
     copies: dict[str, list[tuple[object, Tensor]]] = defaultdict(list)
     for result in results:
         for piece in result.pieces:
             if piece.gradient is not None:
                 copies[piece.name].append((piece.cut, piece.gradient.double()))
     whole = {}
-    for name, found in copies.items():
+    for name, pieces in copies.items():
         by_cut: dict[object, Tensor] = {}
-        if not all(torch.allclose(by_cut.setdefault(cut, g), g, rtol=1e-6, atol=1e-12) for cut, g in found):
+        if not all(torch.allclose(by_cut.setdefault(cut, g), g, rtol=1e-6, atol=1e-12) for cut, g in pieces):
             continue
         joined = torch.zeros_like(truth[name], dtype=torch.float64)
         index = torch.arange(joined.numel()).view_as(joined)

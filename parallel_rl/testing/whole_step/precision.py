@@ -1,4 +1,4 @@
-"""The rounding of a step in float32, measured against a run in float64 of the parts that allow it."""
+"""Rounding of a float32 step, measured against a run in float64."""
 
 from __future__ import annotations
 
@@ -18,11 +18,7 @@ _MOST_KINDS = 6  # of modules that are kept in float32
 def measure_rounding(
     subject: StepSubject, config: TransformerConfig, layout: StepLayout, timeout: float
 ) -> tuple[float, tuple[str, ...]]:
-    """Compare one process in float32 with one in float64; return the largest relative error and the classes kept in float32.
-
-    Raises:
-        Exception: float64 fails outside of a module's forward.
-    """
+    """Compare float32 with float64 on one process; return the largest error and the float32 classes."""
     truth, kinds = _run_in_float64(subject, config, layout, timeout)
     seen = compare(layout, [run_layout(subject, config, layout, truth, torch.float32, timeout)], truth, 0.0)
     errors = (seen.loss, seen.gradient, seen.norm, seen.weights, *seen.metrics.values())
@@ -32,7 +28,7 @@ def measure_rounding(
 def _run_in_float64(
     subject: StepSubject, config: TransformerConfig, layout: StepLayout, timeout: float
 ) -> tuple[Truth, tuple[str, ...]]:
-    """Run one process in float64, and keep each class of modules in float32 whose forward refuses it."""
+    """Run one process in float64; keep modules whose forward refuses float64 in float32."""
     kinds: tuple[str, ...] = ()
     while True:
         try:
@@ -45,7 +41,7 @@ def _run_in_float64(
 
 
 def _refusing_kind(error: Exception) -> str:
-    """Return the class of the innermost module whose forward raised; empty if it is the whole model, or there is none."""
+    """Return the class of the innermost module whose forward raised; "" for the whole model or none."""
     kind, trace = "", error.__traceback__
     while trace is not None:
         module = trace.tb_frame.f_locals.get("self")

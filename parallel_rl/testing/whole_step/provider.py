@@ -1,4 +1,4 @@
-"""The user's model: how a provider of Megatron-LM's, Megatron-Bridge's or one's own is called, and what it returns."""
+"""Call a model provider (of Megatron-LM, Megatron-Bridge or the user's own) and check what it returns."""
 
 from __future__ import annotations
 
@@ -22,11 +22,7 @@ _OF_A_GPT_MODEL = ("config", "pre_process", "post_process", "vocab_size", "share
 
 
 def config_of(provider: Provider | TransformerConfig, config: object) -> TransformerConfig:
-    """Return the config of a provider: the one that is passed, what a function of it returns, or the provider itself.
-
-    Raises:
-        ValueError: neither is a TransformerConfig.
-    """
+    """Return the config: the value, a function's result, or the provider; ValueError if it is none."""
     if config is None:
         config = provider
     if callable(config) and not isinstance(config, TransformerConfig) and config is not provider:
@@ -44,7 +40,7 @@ def build_chunks(
     """Call the provider for each model chunk of this rank.
 
     Raises:
-        ValueError: a provider that raises, returns no model, needs Transformer Engine or an argument that is unknown here.
+        ValueError: the provider raises, returns no model, or needs Transformer Engine or an unknown argument.
     """
     places = range(layout.vp) if layout.vp > 1 else [None]
     chunks: list[torch.nn.Module] = []
@@ -92,14 +88,14 @@ def source_name(function: Callable[..., object]) -> str:
 
 
 def stage_refusal(provider: Provider | TransformerConfig, layout: StepLayout) -> str:
-    """Return why the provider cannot build one of several stages, by its arguments; empty if it can."""
-    taken = _arguments(_function(provider, None))
-    if layout.pp > 1 and "pre_process" not in taken:
+    """Return why the provider's arguments do not allow several pipeline stages; empty if they do."""
+    accepted = _arguments(_function(provider, None))
+    if layout.pp > 1 and "pre_process" not in accepted:
         return (
             f"the provider {provider_name(provider)} takes no pre_process and post_process, so stages cannot be built; "
             "add the arguments"
         )
-    if layout.vp > 1 and "vp_stage" not in taken:
+    if layout.vp > 1 and "vp_stage" not in accepted:
         return f"the provider {provider_name(provider)} takes no vp_stage, so virtual stages cannot be built; add the argument"
     return ""
 
@@ -115,7 +111,7 @@ def _function(provider: Provider | TransformerConfig, config: TransformerConfig 
 
 
 def _arguments(call: Provider) -> set[str]:
-    """Return the names that a provider can be passed of those that are known here."""
+    """Return the known argument names that a provider accepts."""
     parameters = inspect.signature(call).parameters
     takes_all = any(one.kind == one.VAR_KEYWORD for one in parameters.values())
     return {*_PASSED} if takes_all else {*_PASSED} & parameters.keys()
@@ -129,8 +125,8 @@ def _call(provider: Provider | TransformerConfig, config: TransformerConfig, pla
     known: dict[str, object] = dict(zip(_PASSED, values, strict=True))
     parameters = inspect.signature(call).parameters
     named = [name for name, one in parameters.items() if one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)]
-    taken = _arguments(call)
-    passed = {name: value for name, value in known.items() if name in taken}
+    accepted = _arguments(call)
+    passed = {name: value for name, value in known.items() if name in accepted}
     first = named[0] if named else ""
     by_place = first not in known and first and parameters[first].default is inspect.Parameter.empty
     if isinstance(provider, TransformerConfig) or not by_place:
@@ -171,7 +167,7 @@ def _call(provider: Provider | TransformerConfig, config: TransformerConfig, pla
 
 
 def _through_engine(error: BaseException) -> bool:
-    """Whether the error came from Megatron's layers of Transformer Engine on a machine that lacks it."""
+    """Return whether Megatron's Transformer Engine layers raised the error because the engine is missing."""
     from megatron.core import extensions
 
     if getattr(extensions, "HAVE_TE", False):

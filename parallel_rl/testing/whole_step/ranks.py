@@ -1,4 +1,4 @@
-"""The ranks that a step runs on: those of this machine's pool, or those of a job under way."""
+"""Ranks that run a step: this machine's pool, or a running job."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ class Ranks(Protocol):
         """Seconds that one call may take."""
 
     def run(self, world: int, work: Callable[..., ResultT], *args: object) -> list[ResultT]:
-        """Run `work(rank, *args)` on so many ranks; a WorldError says what failed where."""
+        """Run `work(rank, *args)` on `world` ranks; a WorldError lists the failures by rank."""
 
     def alone(self, work: Callable[..., ResultT], *args: object) -> ResultT:
-        """Run the work of one process."""
+        """Run work of one process."""
 
 
 @dataclass(frozen=True)
@@ -48,9 +48,9 @@ class PoolRanks:
 
 @dataclass
 class JobRanks:
-    """Ranks of the default process group. Work of one process runs on each of them, as data ranks with the same rows.
+    """Ranks of the default process group; each repeats the work of one process, as a data rank.
 
-    Ranks exchange how a call ended through `store`, since a collective would wait for a rank that hangs.
+    Ranks exchange the outcome of a call through `store`, since a collective would wait for a rank that hangs.
     """
 
     timeout: float
@@ -78,12 +78,12 @@ class JobRanks:
             why = f"{named} gave no answer in {self.timeout + _GRACE:g} s" if silent else f"{named} failed"
             self.apart = "" if len(errors) == world and len(set(errors.values())) == 1 else f"{why} before"
             raise WorldError(errors, {rank: ends[rank][1] for rank in errors}, silent, why)
-        found: list[ResultT] = [None] * world  # type: ignore[list-item]
-        dist.all_gather_object(found, result)
-        return found
+        results: list[ResultT] = [None] * world  # type: ignore[list-item]
+        dist.all_gather_object(results, result)
+        return results
 
     def _exchange(self, end: str, rank: int, world: int) -> dict[int, tuple[str, str]]:
-        """Post how this rank's call ended, and return those of the ranks that did so in time."""
+        """Post this rank's outcome of a call; return those that ranks posted in time."""
         self.calls += 1
         keys = [f"whole_step/{self.calls}/{other}" for other in range(world)]
         self.store.set(keys[rank], end)

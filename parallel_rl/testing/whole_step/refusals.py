@@ -1,4 +1,4 @@
-"""Refusals of a layout by name, and the user's line that an error comes from."""
+"""Recognise an error that refuses a layout by name, and the line of the user's code that raised it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 _PREFIX = "Inapplicable: "
 _OWNERS = ("megatron.core.", "parallel_rl.")
-# of Megatron's and this library's refusals; their other errors are failures
+# words of Megatron's and this library's refusals; their other errors are failures
 _BY_NAME = re.compile(r"\bsupport|divisible|takes padded ones only|on a CPU give|without also enabling", re.IGNORECASE)
 _FRAME = re.compile(r'File "(?P<file>[^"<>]+)", line (?P<line>\d+),? in (?P<function>\S+)')
 _LIBRARIES = ("/site-packages/", "/dist-packages/", "/lib/python3", str(Path(__file__).parents[2]) + "/")
@@ -21,7 +21,7 @@ _CUDA = ("Torch not compiled with CUDA", "Found no NVIDIA driver", "No CUDA GPUs
 
 
 class Inapplicable(ValueError):
-    """A layout that the model's sizes, its provider or Megatron does not take: it is not run, and that is no failure.
+    """A layout that the model's sizes, its provider or Megatron refuses: it is not run and is no failure.
 
     >>> issubclass(Inapplicable, ValueError)
     True
@@ -31,7 +31,7 @@ class Inapplicable(ValueError):
 def refusal(error: BaseException) -> str:
     """Return the text of an error that refuses a layout by name; empty for any other error.
 
-    Megatron and this library refuse with a raise or an assertion of their own whose text says what is not supported.
+    Megatron and this library refuse with a raise or an assertion whose text names what is not supported.
 
     >>> refusal(Inapplicable("num_layers = 2 at test size is not divisible by 4"))
     'num_layers = 2 at test size is not divisible by 4'
@@ -51,7 +51,7 @@ def refusal(error: BaseException) -> str:
 
 
 def needs_gpu(error: BaseException) -> bool:
-    """Return whether the error is CUDA's on a machine without a GPU.
+    """Return whether CUDA raised the error on a machine without a GPU.
 
     >>> needs_gpu(AssertionError("Torch not compiled with CUDA enabled"))
     True
@@ -69,7 +69,7 @@ def refused(text: str) -> str:
 
 
 def user_place(trace: str, *, innermost_first: bool = False) -> str:
-    """Return `file:line (function)` of the user's innermost frame in a printed traceback; empty if it has none.
+    """Return `file:line (function)` of the user's innermost frame in a printed traceback, or "".
 
     >>> user_place('File "/home/me/model.py", line 12, in provider')
     '/home/me/model.py:12 (provider)'

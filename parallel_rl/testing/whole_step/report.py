@@ -1,4 +1,4 @@
-"""The outcome of a check of the whole step: a line a layout, the findings, and what was not compared."""
+"""Outcome of a whole-step check: a line a layout, the findings, and notes."""
 
 from __future__ import annotations
 
@@ -15,9 +15,8 @@ class WholeStepReport:
     """The outcome of a check of one model's step.
 
     Attributes:
-        name: of the model. rows: a layout each. findings: what differs from one process, and why.
-        notes: what was shrunk, turned off, or not compared. bound: relative error that still counts as equal.
-        seconds: that it took.
+        name: of the model. rows: one for each layout. findings: differences from one process and their causes.
+        notes: what was shrunk, turned off, or not compared. bound: the relative error that passes. seconds: of the check.
     """
 
     name: str
@@ -29,20 +28,16 @@ class WholeStepReport:
 
     @property
     def ok(self) -> bool:
-        """Whether the step is that of one process on every layout that ran, and at least one ran."""
+        """Return whether at least one layout ran, and each that ran matches one process."""
         return not self.findings and any(not row.error for row in self.rows)
 
     def raise_if_broken(self) -> None:
-        """Raise the diagnosis.
-
-        Raises:
-            LawBroken: a layout differs, or none could be run.
-        """
+        """Raise LawBroken with the diagnosis if a layout differs or none could run."""
         if not self.ok:
             raise LawBroken(str(self))
 
     def as_json(self) -> dict[str, object]:
-        """Return plain lists, mappings, numbers and strings; what is not finite is None."""
+        """Return plain lists, mappings, numbers and strings; numbers that are not finite become None."""
         return {
             "model": self.name,
             "ok": self.ok,
@@ -66,7 +61,7 @@ class WholeStepReport:
         }
 
     def verdict(self, row: Compared) -> str:
-        """Return "ok", "not run", or the first thing that differs."""
+        """Return "ok", "not run", or the first difference."""
         if row.refused:
             return "not run"
         named = [one.what for one in self.findings if row.layout.name in one.layouts]
@@ -87,10 +82,10 @@ class WholeStepReport:
             head = f"{self.name}: the step is that of one process on {ran} layouts ({self.seconds:.0f} s)"
         else:
             head = f"{self.name}: the step differs from one process ({self.seconds:.0f} s)"
-        found = [f"  {line}" for one in self.findings for line in str(one).splitlines()]
+        lines = [f"  {line}" for one in self.findings for line in str(one).splitlines()]
         if not ran:
-            found.append("  no layout could be run")
-        return "\n".join([self.table(), "", head, *found, *(f"  note: {note}" for note in self.notes)])
+            lines.append("  no layout could be run")
+        return "\n".join([self.table(), "", head, *lines, *(f"  note: {note}" for note in self.notes)])
 
 
 def _numbers(row: Compared) -> tuple[float, float, float, float]:

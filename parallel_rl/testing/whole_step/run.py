@@ -1,4 +1,4 @@
-"""One optimizer step of the user's model on this rank: weights by name, Megatron's schedule, its optimizer's norm."""
+"""One optimizer step of the user's model on this rank, in Megatron's schedule and with its optimizer."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ def run_layout(
     """Run the step of one layout on this rank, from the weights of `truth`.
 
     Raises:
-        Inapplicable: a layout that a rank refuses by name.
-        ValueError: a model that has other weights than the one-process model.
+        Inapplicable: a rank refuses the layout by name.
+        ValueError: the model's weights differ from those of the one-process model.
     """
     join(layout, timeout)
 
@@ -98,12 +98,12 @@ def run_truth(
     """Run the step on one process, from weights that are keyed by name.
 
     Args:
-        tokens: [B, S], which alone carry loss; None: all that the rows' masks keep.
-        seed: of what the model draws during the step; None: that of the layouts.
+        tokens: [B, S], the only tokens with loss; None: all that the rows' masks keep.
+        seed: of the model's random numbers in the step; None: that of the layouts.
         single: classes of modules that stay in float32.
 
     Raises:
-        ValueError: a model without a weight that trains, or a loss that trains none.
+        ValueError: no weight trains, or the loss trains none.
     """
     join(layout, timeout)
     models, config = _models(subject, config, layout, dtype, single)
@@ -138,7 +138,7 @@ def run_truth(
 
 
 def join(layout: StepLayout, timeout: float) -> None:
-    """Make Megatron's groups of a layout the present ones, and forget the routers' losses of models with other layers."""
+    """Set Megatron's groups to those of a layout, and clear the tracker of router losses."""
     logged: object = getattr(
         moe_utils, "get_moe_layer_wise_logging_tracker", dict
     )()  # Megatron sizes it by the first model
@@ -180,11 +180,7 @@ def _step(
     clip: float | None,
     tokens: Tensor | None = None,
 ) -> tuple[dict[str, float], float, dict[Parameter, Tensor]]:
-    """Run forward, backward and the optimizer's step.
-
-    Returns:
-        Metrics, the optimizer's norm, and the gradients before clipping of the weights that train.
-    """
+    """Run the step; return metrics, the optimizer's norm, and the trained weights' unclipped gradients."""
     settings = OptimizerConfig(
         optimizer="sgd", lr=_RATE, min_lr=_RATE, sgd_momentum=0.0, weight_decay=0.0, clip_grad=0.0
     )
@@ -212,8 +208,8 @@ def _step(
     gradients = {}
     for _, parameter in global_parameters(models):
         if parameter.requires_grad:
-            found = gradient(parameter)
-            gradients[parameter] = torch.zeros_like(parameter) if found is None else found.detach().clone()
+            grad = gradient(parameter)
+            gradients[parameter] = torch.zeros_like(parameter) if grad is None else grad.detach().clone()
     optimizer.prepare_grads()
     norm = float(optimizer.get_grad_norm())
     scale = min(1.0, (norm / 2 if clip is None else clip) / (norm + 1e-6))
@@ -237,7 +233,7 @@ def _place(layout: StepLayout) -> dict[str, int]:
 
 @torch.no_grad()
 def _draw(parameter: Parameter, name: str) -> None:
-    """Draw matrices, and what a model draws itself; perturb constant vectors, so that every weight matters."""
+    """Draw matrices and randomly initialised weights; perturb constant vectors. So every weight matters."""
     key = hashlib.sha256(name.encode()).digest()
     noise = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(int.from_bytes(key[:6], "big")))
     constant = bool((parameter == parameter.reshape(-1)[0]).all())
@@ -251,7 +247,7 @@ def _draw(parameter: Parameter, name: str) -> None:
 
 @torch.no_grad()
 def _fill(models: Sequence[torch.nn.Module], truth: Truth, config: TransformerConfig) -> dict[Parameter, Cut | None]:
-    """Copy this rank's part of each whole weight, and each persistent buffer of the same shape; return the weights' cuts."""
+    """Copy this rank's part of each weight, and buffers of equal shape; return the weights' cuts."""
     cuts = {}
     for name, parameter in global_parameters(models):
         if name not in truth.before:
@@ -265,7 +261,7 @@ def _fill(models: Sequence[torch.nn.Module], truth: Truth, config: TransformerCo
 
 
 def _cut(parameter: Parameter, name: str, whole: torch.Size, config: TransformerConfig) -> Cut | None:
-    """Find how a weight is cut, by its shape and not by Megatron's marks."""
+    """Find how a weight is sharded, from its shape and not from Megatron's marks."""
     experts = ".experts." in name
     parts, rank = (
         (parallel_state.get_expert_tensor_parallel_world_size(), parallel_state.get_expert_tensor_parallel_rank())

@@ -1,4 +1,4 @@
-"""One step as a Megatron script runs it: its forward step or loss callback in Megatron's schedule, with its DDP and log."""
+"""One step of a Megatron script: its forward step or loss callback in Megatron's schedule, with its DDP and log."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ Callback = Callable[..., object]
 
 
 def wrap_for_script(model: torch.nn.Module) -> torch.nn.Module:
-    """Wrap a model in Megatron's data parallelism and leave its weights' marks as the model set them."""
+    """Wrap a model in Megatron's data parallelism and keep the marks that the model set on its weights."""
     config: TransformerConfig = get_model_config(model)
     wrapped = DistributedDataParallel(config, DistributedDataParallelConfig(), model)
     if config.finalize_model_grads_func is None:
@@ -49,11 +49,7 @@ def run_script(
     batches: list[Rows],
     layout: StepLayout,
 ) -> dict[str, float]:
-    """Run forward and backward of the step, and return the log as Megatron-LM's `train_step` reduces it.
-
-    Raises:
-        ValueError: packed rows for a forward step, which reads its own kind of batch; what the schedule does not take.
-    """
+    """Run the step; return its log, reduced as by Megatron-LM's `train_step`; ValueError for packed rows."""
     if subject.forward_step is not None and layout.packed:
         raise ValueError(
             "packed rows are not passed to a forward step, whose batches are its own; pass a loss callback"
@@ -86,7 +82,7 @@ def run_script(
 
 
 def _checked_step(*args: object, step: Callback, name: str) -> tuple[object, Callback]:
-    """Run a forward step and check what it and its loss callback return, which Megatron's schedule does not name."""
+    """Run a forward step and check its result and its loss callback's, which Megatron's schedule does not."""
     try:
         returned = step(*args)
     except Exception as error:
@@ -128,7 +124,7 @@ def _with_lengths(batches: list[Rows], dtype: torch.dtype) -> Iterator[Mapping[s
 def _forward_step(
     data_iterator: Iterator[dict[str, Tensor]], model: torch.nn.Module, *, callback: Callback, packed: bool
 ) -> tuple[Tensor, Callback]:
-    """Run the model on labels, as Megatron-LM's `pretrain_gpt` does, with rows cut over context ranks."""
+    """Run the model on labels with rows cut over context ranks, as Megatron-LM's `pretrain_gpt` does."""
     batch = next(data_iterator)
     device = current_device()
     tokens, labels, mask = (batch[name].to(device) for name in ("tokens", "labels", "loss_mask"))

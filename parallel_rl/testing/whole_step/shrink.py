@@ -1,4 +1,4 @@
-"""A model's config at test size, and the same config for one layout."""
+"""Shrink a model's config to test size, and adapt it to one layout."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _CAPS = {
     "dsa_indexer_head_dim": 8, "dsa_indexer_topk": 4,
 }  # fmt: skip
 _PER_LAYER = ("moe_layer_freq", "window_attn_skip_freq", "no_rope_freq", "linear_attention_freq")
-# what is turned off: randomness, low precision, kernels that a CPU lacks, and cuts of another depth
+# turned off: randomness, low precision, kernels that a CPU lacks, and splits of another depth
 _OFF: dict[str, object] = {
     "hidden_dropout": 0.0, "attention_dropout": 0.0, "bf16": False, "fp16": False, "fp8": None, "fp4": None,
     "fp8_param": False, "fp4_param": False, "enable_autocast": False, "moe_input_jitter_eps": None,
@@ -50,11 +50,7 @@ _OFF_ON_CPU: dict[str, object] = {
 
 
 def shrink(config: TransformerConfig, layers: int) -> tuple[TransformerConfig, list[str]]:
-    """Return the config at test size, and a note on each field that stays or is turned off.
-
-    Raises:
-        ValueError: sizes that Megatron refuses at test size.
-    """
+    """Return the config at test size, and a note on each field kept or turned off; ValueError if refused."""
     notes: list[str] = []
     values = vars(config)
     changes: dict[str, object] = {"num_layers": layers}
@@ -88,11 +84,7 @@ def shrink(config: TransformerConfig, layers: int) -> tuple[TransformerConfig, l
 
 
 def for_layout(config: TransformerConfig, layout: StepLayout, dtype: torch.dtype) -> TransformerConfig:
-    """Return a shrunk config with the sizes, rows and precision of one layout.
-
-    Raises:
-        Inapplicable: heads, experts or layers that the layout does not divide, or sizes that Megatron's config refuses.
-    """
+    """Return a shrunk config for one layout; Inapplicable if the layout or Megatron refuses it."""
     sizes = {"num_attention_heads": layout.tp, "num_query_groups": layout.tp, "num_layers": layout.pp * layout.vp}
     if config.num_moe_experts:
         sizes["num_moe_experts"] = layout.ep
@@ -137,14 +129,14 @@ def for_layout(config: TransformerConfig, layout: StepLayout, dtype: torch.dtype
 
 
 def adds_balance(config: TransformerConfig) -> bool:
-    """Whether routers add losses of their own."""
+    """Return whether routers add auxiliary losses."""
     coefficients = config.moe_aux_loss_coeff
     listed = coefficients if isinstance(coefficients, list) else [coefficients]
     return bool(config.num_moe_experts) and (any(listed) or bool(config.moe_z_loss_coeff))
 
 
 def layers_for(layouts: list[StepLayout]) -> int:
-    """Return the least number of layers that every layout divides, and at least two."""
+    """Return the least number of layers, at least two, that every layout divides."""
     return max(2, math.lcm(*(layout.pp * layout.vp for layout in layouts)))
 
 

@@ -1,4 +1,4 @@
-"""The subject of a check: the user's model and the step that runs it; the results of a rank and of one process."""
+"""A checked model with its step, and the results of a rank and of one process."""
 
 from __future__ import annotations
 
@@ -16,14 +16,7 @@ Cut = tuple[int, int, int, int]  # dimension, stride, parts, and which of them a
 
 @dataclass(frozen=True)
 class StepSubject:
-    """A model and its step.
-
-    Attributes:
-        provider: of the model. config: of the model at full size, a function that returns it, or None if the provider is both.
-        forward_step: of a Megatron script, (data_iterator, model) → (output, loss callback); None: a step of this library.
-        loss_callback: of a Megatron script, (loss_mask, per-token losses[, model]) → what Megatron's schedule takes.
-        setup: called with the config on each rank before the model is built, such as Megatron-LM's `set_args`.
-    """
+    """A model and its step, by the arguments of `check_step`."""
 
     provider: Provider | TransformerConfig
     config: TransformerConfig | Callable[[], TransformerConfig] | None = None
@@ -33,7 +26,7 @@ class StepSubject:
 
     @property
     def is_script(self) -> bool:
-        """Whether the step is not this library's."""
+        """Return whether the step is the user's, not this library's."""
         return self.forward_step is not None or self.loss_callback is not None
 
 
@@ -43,9 +36,9 @@ class Piece:
 
     Attributes:
         name: in a one-process model. gradient, after: this rank's part; gradient is None if the weight is frozen here.
-        cut: of the whole that this rank holds; None: it holds all of it.
-        marked: Megatron's norm takes it for a part, and counts it on every tensor rank.
-        expert: it lies on expert parallel ranks.
+        cut: this rank's part of the whole weight; None: all of it.
+        marked: Megatron's norm treats it as a shard, and counts it on every tensor rank.
+        expert: the weight lies on expert parallel ranks.
     """
 
     name: str
@@ -62,7 +55,7 @@ class RankResult:
 
     Attributes:
         place: its rank in each group, by axis: tensor, context, data, pipeline, expert.
-        metrics: reduced as a training loop logs them. norm: that of Megatron's optimizer.
+        metrics: reduced as a training loop logs them. norm: of Megatron's optimizer.
     """
 
     place: Mapping[str, int]
@@ -76,8 +69,8 @@ class Truth:
     """The step of one process.
 
     Attributes:
-        layout: that it ran on. before, after: all weights by name; gradients: of those that train.
-        buffers: persistent ones by name. clip: the norm that gradients are cut to.
+        layout: of the run. before, after: all weights by name. gradients: of those that train.
+        buffers: persistent buffers by name. clip: the norm to which gradients are clipped.
         dropout: modules that drop at random, with their rates.
     """
 
@@ -94,7 +87,7 @@ class Truth:
 
 
 def part(whole: Tensor, cut: Cut | None, shape: torch.Size) -> Tensor:
-    """Cut a rank's part of a whole tensor; rows of vocabulary padding are zero."""
+    """Cut a rank's part from a whole tensor; rows of vocabulary padding are zero."""
     if cut is None:
         return whole
     dim, stride, parts, rank = cut

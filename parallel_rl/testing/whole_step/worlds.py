@@ -1,4 +1,4 @@
-"""A subject's step on ranks of this machine: the truth of one process, each layout, and the parts of a gradient."""
+"""Run a subject's step on ranks: the one-process truth, each layout, and the parts of a gradient."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ preload("parallel_rl.megatron", __name__)
 
 
 class ModelFacts(NamedTuple):
-    """A model's kind, by its config: `balanced` if its routers add losses; `notes` of `shrink`."""
+    """A model's kind by its config: `balanced` if routers add losses; `notes` of `shrink`."""
 
     experts: bool
     balanced: bool
@@ -49,16 +49,12 @@ class ModelFacts(NamedTuple):
 
 
 def look(subject: StepSubject, ranks: Ranks) -> ModelFacts:
-    """Read the subject's config on a rank.
-
-    Raises:
-        ValueError: it is none, or cannot shrink.
-    """
+    """Read the subject's config on a rank; ValueError if it is no config or cannot shrink."""
     return _alone(ranks, _look, subject)
 
 
 def _alone(ranks: Ranks, work: Callable[..., ResultT], *args: object) -> ResultT:
-    """Run the work of one process, where an error is one of the caller's input."""
+    """Run the work of one process; an error of the caller's input becomes a ValueError."""
     try:
         return ranks.alone(work, *args)
     except WorldError as error:
@@ -78,7 +74,7 @@ def _look(rank: int, subject: StepSubject) -> ModelFacts:
 
 
 class _OneProcess(NamedTuple):
-    """The step of one process, for a rank to run."""
+    """The step of one process, to run on a rank."""
 
     subject: StepSubject
     key: StepLayout
@@ -94,7 +90,7 @@ class _OneProcess(NamedTuple):
 
 @dataclass
 class Worlds:
-    """The step of one subject at test size: each truth is computed once."""
+    """The step of one subject at test size; each truth is computed once."""
 
     subject: StepSubject
     layers: int
@@ -105,11 +101,7 @@ class Worlds:
     bound: float = BOUND
 
     def truth(self, key: StepLayout) -> Truth:
-        """Run the step of one process.
-
-        Raises:
-            ValueError: it cannot be run.
-        """
+        """Run the step of one process; ValueError if it cannot run."""
         if key not in self.truths:
             self.truths[key] = _alone(self.ranks, _truth, self._one_process(key))
         return self.truths[key]
@@ -118,7 +110,7 @@ class Worlds:
         return _OneProcess(self.subject, key, self.layers, self.dtype, self.ranks.timeout)
 
     def measure_bound(self, key: StepLayout) -> str:
-        """Derive the bound of float32 from a run in float64 of the parts that allow it; return how."""
+        """Set the bound for float32 from a run in float64; return a note on how."""
         try:
             args = self.subject, key, self.layers, self.ranks.timeout
             rounding, kinds = _alone(self.ranks, _rounding, *args)
@@ -129,10 +121,10 @@ class Worlds:
             self.bound = _UNMEASURED
             return f"which is not measured: one process in float32 is {rounding:.1e} off one in float64"
         self.bound = max(BOUND, _ROUNDINGS * rounding)
-        return f"{_ROUNDINGS} times the rounding beside a run in float64 that keeps {', '.join(kinds)} in float32"
+        return f"{_ROUNDINGS} times the rounding, measured against a run in float64 that keeps {', '.join(kinds)} in float32"
 
     def compared(self, layout: StepLayout, key: StepLayout) -> Compared:
-        """Run a layout, and compare it with the one process of `key`."""
+        """Run a layout and compare it with the one process of `key`."""
         truth = self.truth(key)
         if reason := stage_refusal(self.subject.provider, layout):
             return Compared(layout, error=reason, refused=True)
@@ -151,7 +143,7 @@ class Worlds:
         return seen
 
     def randomness(self) -> str:
-        """Run one process with another seed; return by how much its step differs from the first, empty if it does not."""
+        """Run one process with another seed; describe by how much its step differs, or return ""."""
         key, truth = next(iter(self.truths.items()))
         other = _alone(self.ranks, _truth, self._one_process(key), _OTHER_SEED)
         off = sum(float((g - other.gradients[name]).double().square().sum()) for name, g in truth.gradients.items())
@@ -162,7 +154,7 @@ class Worlds:
         return f"another seed changes the gradients of one process by {error:.1e}{drops}"
 
     def _explained(self, seen: Compared, results: Sequence[RankResult], key: StepLayout, truth: Truth) -> Compared:
-        """Explain gradients by a factor for each part of the step, all of them together or each weight for itself."""
+        """Explain gradients by one factor for each part of the step: all together, then weight by weight."""
         parts = token_parts(make_rows(truth.vocabulary), seen.layout)
         total = sum(part.number for part in parts)
         single = key._replace(micro=1, packed=False)
@@ -229,7 +221,7 @@ def _shrunk(subject: StepSubject, layers: int) -> TransformerConfig:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Keep what a rank warns and logs to itself, and send what it prints to the standard error: reports go to the output."""
+    """Suppress a rank's warnings and logs, and redirect its prints to standard error."""
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:
@@ -241,7 +233,7 @@ def _quiet() -> Iterator[None]:
 
 
 def _failed(layout: StepLayout, error: WorldError) -> Compared:
-    """Tell a layout that is refused by name from one that fails."""
+    """Return the result of a layout that failed or that was refused by name."""
     reasons = {refused(text) for text in _first_errors(error).values()}
     if reasons and "" not in reasons:
         return Compared(layout, error="; ".join(sorted(reasons)), refused=True)
@@ -251,8 +243,8 @@ def _failed(layout: StepLayout, error: WorldError) -> Compared:
     if layout.world == 1:
         return Compared(layout, error="; ".join(ranks))
     names = {
-        text: "every rank" if len(found) == layout.world else f"rank {', '.join(found)}"
-        for text, found in ranks.items()
+        text: "every rank" if len(numbers) == layout.world else f"rank {', '.join(numbers)}"
+        for text, numbers in ranks.items()
     }
     return Compared(layout, error="; ".join(f"{name}: {text}" for text, name in names.items()))
 
@@ -263,7 +255,7 @@ def _first_errors(error: WorldError) -> dict[int, str]:
 
 
 def _told(error: WorldError) -> dict[int, str]:
-    """Return what ended each rank, with the user's line where it did: its error, or that it gave no answer."""
+    """Return each rank's error with the user's line, or that the rank did not answer."""
     texts = {}
     errors = _first_errors(error) or ({} if error.silent else error.errors)
     for rank, text in errors.items():

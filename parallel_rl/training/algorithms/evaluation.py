@@ -23,20 +23,15 @@ from parallel_rl.training.session import Session
 
 
 def pass_at_k(passed: Tensor, k: int) -> Tensor:
-    """Estimate the chance that one of k completions of a prompt passes, from n ≥ k, without bias.
+    """Estimate without bias the chance [N] that one of k completions of a prompt passes, from n ≥ k.
 
-    1 − C(n − c, k) / C(n, k) for c passing completions (arXiv 2107.03374), as the product 1 − Π_{i = n−c+1}^{n} (1 − k / i),
-    without large numbers.
+    1 − C(n − c, k) / C(n, k) for c passing completions (arXiv 2107.03374), as 1 − Π_{i = n−c+1}^{n} (1 − k / i).
 
     >>> pass_at_k(torch.tensor([[True, False, False, False], [False, False, False, False]]), 2).tolist()
     [0.5, 0.0]
 
     Args:
         passed: [N, n], whether each completion of N prompts passes.
-        k: number of samples.
-
-    Returns:
-        [N] float64.
 
     Raises:
         ValueError: k outside [1, n].
@@ -52,8 +47,7 @@ def pass_at_k(passed: Tensor, k: int) -> Tensor:
 def evaluation_metrics(rewards: Tensor, sources: Sequence[str | None], passing: float) -> dict[str, float]:
     """Return mean@n, the mean reward, and pass@k for k = 2, 4, ... up to n of N prompts.
 
-    With several sources, also for each, as `held_out_mean@4/gsm8k`. One completion each of one source has none beyond the
-    mean reward.
+    With several sources also for each, as `held_out_mean@4/gsm8k`. A single completion has only the mean reward.
 
     >>> evaluation_metrics(torch.tensor([[1.0, 0.0], [0.0, 0.0]]), ["a", "b"], 1.0)["held_out_pass@2/a"]
     1.0
@@ -135,7 +129,7 @@ def evaluate(session: Session, config: EvaluationConfig, at: TrainProgress) -> E
     """Score `samples` completions of each held-out prompt, with the same seeds every time.
 
     They come from the servers if these receive the trainer's weights (`server.update`), else from the trainer's sampler. A
-    completion that cannot be scored has reward 0.
+    completion without a score has reward 0.
 
     Raises:
         ValueError: a server failed, or too many rewards failed; on every rank.
@@ -159,16 +153,16 @@ def evaluate(session: Session, config: EvaluationConfig, at: TrainProgress) -> E
     session.failures.count(len(local), {"reward": local.isnan()}, groups.data, engine.replica_groups)
     failed = session.failures.metrics()["samples_failed/reward"]  # the counts of a step start at 0
     local = local.nan_to_num(0.0)
-    own = torch.zeros(count, dtype=torch.float64)
-    own[mine.start : mine.stop] = local
-    whole = sum_over_groups(own, [groups.data])
+    scores = torch.zeros(count, dtype=torch.float64)
+    scores[mine.start : mine.stop] = local
+    whole = sum_over_groups(scores, [groups.data])
     everywhere = {number: source for part in gather_results(lambda: sources) for number, source in part.items()}
     by_prompt = [everywhere[number] for number in range(len(prompts))]
     metrics = evaluation_metrics(whole.view(-1, samples), by_prompt, config.passing)
     metrics |= {"held_out_samples_failed/reward": failed}
     if config.show:
-        found = {sample.number: sample for part in gather_results(lambda: shown) for sample in part}
-        shown = [found[number] for number in sorted(found)]
+        by_number = {sample.number: sample for part in gather_results(lambda: shown) for sample in part}
+        shown = [by_number[number] for number in sorted(by_number)]
     return Evaluation(mean_over_ranks(local, groups.data, engine.device), metrics, shown)
 
 

@@ -39,17 +39,17 @@ def completion_rewards(session: Session, prompts: Sequence[Prompt], completions:
 
     tick("asking the reward function")
     well, served = True, [number for number, (reward, _) in enumerate(parts) if isinstance(reward, HTTPRewardConfig)]
-    asked = {number: Workers(1).submit(partial(score, *parts[number])) for number in served if sharing.asks}
+    pending = {number: Workers(1).submit(partial(score, *parts[number])) for number in served if sharing.asks}
     if served:
-        well = sharing.wait([*asked.values()])
+        well = sharing.wait([*pending.values()])
 
     def ask() -> Tensor:
         scores = torch.zeros(len(texts), dtype=torch.float64)
         for number, (reward, rows) in enumerate(parts):
-            if number not in asked and rows:
+            if number not in pending and rows:
                 scored = score(reward, rows)
-            elif number in asked and (well or failure(asked[number])):
-                scored = asked[number].result()
+            elif number in pending and (well or failure(pending[number])):
+                scored = pending[number].result()
             else:
                 continue
             scores[rows] = scored.rewards
@@ -68,10 +68,10 @@ def _score(
     function = reward_function(reward)
 
     def score(rows: Sequence[int]) -> Scored:
-        asked = [prompts[row] for row in rows]
-        questions, answers = [prompt.text for prompt in asked], [prompt.answer for prompt in asked]
+        of_source = [prompts[row] for row in rows]
+        questions, answers = [prompt.text for prompt in of_source], [prompt.answer for prompt in of_source]
         return function.score(
-            questions, [completions[row] for row in rows], answers, [prompt.extra for prompt in asked]
+            questions, [completions[row] for row in rows], answers, [prompt.extra for prompt in of_source]
         )
 
     return score_again(score, len(prompts), retries)

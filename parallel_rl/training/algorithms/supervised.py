@@ -32,8 +32,8 @@ def example_rows(session: Session, first: int, count: int) -> Samples:
     mine = local_share(range(first, first + count), session.engine.groups)
     examples = session.data.read(session.data.examples, mine)
     rows = target_rows([example.prompt for example in examples], [example.target for example in examples])
-    own, engine = [example.own for example in examples], session.engine
-    return with_own_fields(rows, own, engine.config.own_fields("examples"), engine.float_dtype)
+    values, engine = [example.own for example in examples], session.engine
+    return with_own_fields(rows, values, engine.config.own_fields("examples"), engine.float_dtype)
 
 
 def _solution_rows(session: Session, config: SupervisedConfig, first: int) -> Samples:
@@ -66,8 +66,8 @@ def distillation_step(session: Session, config: DistillationConfig, at: TrainPro
     if config.top_k is None:
         batches = with_teacher_logits(policy.engine, session.teacher, batches)
     else:
-        given = config.loss.options.get("teacher_temperature")
-        temperature = float(given) if isinstance(given, (int, float)) else 1.0
+        option = config.loss.options.get("teacher_temperature")
+        temperature = float(option) if isinstance(option, (int, float)) else 1.0
         batches = with_teacher_topk(policy.engine, session.teacher, batches, config.top_k, temperature)
     return combine_updates([policy.update(batches, at.step)])
 

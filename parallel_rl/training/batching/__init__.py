@@ -1,4 +1,4 @@
-"""Rows of tokens, and how they are dealt to data ranks and cut into padded or packed micro-batches.
+"""Rows of tokens: their distribution over data ranks, and padded or packed micro-batches of them.
 
-Nothing here knows a model or a file.
+Nothing here depends on a model or a file.
 """

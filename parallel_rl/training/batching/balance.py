@@ -1,4 +1,4 @@
-"""Rows move between data ranks until each has about as many tokens."""
+"""Move rows between data ranks until each rank has about as many tokens."""
 
 from __future__ import annotations
 
@@ -30,26 +30,23 @@ def balance(
     loads: Sequence[int] = (),
     weights: Tensor | None = None,
 ) -> tuple[SamplesT, list[int]]:
-    """Redistribute the rows of all data ranks, so that their tokens are nearly even in each part of the step.
+    """Make the tokens of all data ranks nearly even; return this rank's rows, and the number in each part.
 
-    The deal depends on the lengths alone. A part is dealt by itself, as it is an optimizer step.
+    The assignment depends on lengths alone. Each part, an optimizer step, is balanced by itself.
 
     Args:
         rows: this rank's; every rank has the same fields.
-        capacity: of a micro-batch, which every unit of the step must fit.
+        capacity: of a micro-batch, which every unit must fit.
         group: the data ranks.
         device: where the group communicates.
-        parts: equal parts of this rank's rows, one after the other.
-        together: rows that stay together, one after the other.
-        loads: tokens that this rank has already in each part; empty is nothing.
-        weights: [N] the tokens of what is dealt as one at its first row, 0 at the rows that stay with it; None: of each
-            unit, the sum of its lengths.
-
-    Returns:
-        this rank's rows, part after part, and how many there are in each.
+        parts: equal, consecutive parts of this rank's rows.
+        together: consecutive rows that stay together, as a unit.
+        loads: tokens that this rank already has in each part; empty: none.
+        weights: [N] tokens of rows that move as one, at the first of them, 0 at the others; None: of each unit, the sum of
+            its lengths.
 
     Raises:
-        ValueError: a unit that is longer than a micro-batch, rows that do not make whole units in each part; on every rank.
+        ValueError: on every rank: a unit is longer than a micro-batch, or rows do not fill whole units in each part.
     """
     size, rank = group_size(group), group_rank(group)
     facts = torch.tensor([len(rows), rows.input_ids.shape[1], *(loads or [0] * parts)], device=device)
@@ -63,7 +60,7 @@ def balance(
     owners = _owners(of_units, [fact[2:] for fact in of_ranks], parts)
     if size > 1:
         rows = _exchange(rows, owners, max(fact[1] for fact in of_ranks), rank, group, device)
-    # what came, in the order of its ranks: to which part each row belongs
+    # the part of each received row, in the order of the ranks
     part = torch.cat([_parts(len(owner), parts)[owner == rank] for owner in owners])
     return rows.select(part.argsort(stable=True).tolist()), part.bincount(minlength=parts).tolist()
 
@@ -71,7 +68,7 @@ def balance(
 def _gathered(
     field: Tensor, counts: Sequence[int], group: ProcessGroup | None, device: torch.device
 ) -> list[list[int]]:
-    """Gather an integer of each row from every rank, which has as many rows as `counts` says."""
+    """Gather an integer of each row from every rank; `counts` has the ranks' numbers of rows."""
     mine = torch.nn.functional.pad(field, (0, max(counts) - len(field))).to(device)
     gathered: list[list[int]] = all_gather(mine, group).tolist()
     return [every[:count] for every, count in zip(gathered, counts, strict=True)]
@@ -90,7 +87,7 @@ def _unit_tokens(lengths: list[int], together: int) -> list[int]:
 
 
 def _owners(weights: list[list[int]], loads: list[list[int]], parts: int) -> list[Tensor]:
-    """Find the rank that each row of each rank goes to."""
+    """Assign each row of each rank to a rank."""
     owners = [torch.zeros(len(of_rank), dtype=torch.int64) for of_rank in weights]
     for part in range(parts):
         runs = _runs(weights, part, parts)
@@ -101,7 +98,7 @@ def _owners(weights: list[list[int]], loads: list[list[int]], parts: int) -> lis
 
 
 class _Run(NamedTuple):
-    """Neighbouring rows of a rank that are dealt as one."""
+    """Consecutive rows of a rank that move as one."""
 
     rank: int
     first: int
@@ -110,7 +107,7 @@ class _Run(NamedTuple):
 
 
 def _runs(weights: list[list[int]], part: int, parts: int) -> list[_Run]:
-    """List what is dealt in a part of the step: a row with a weight, and those without one behind it."""
+    """List the runs of a part: a row with a weight, and the rows without one behind it."""
     runs = []
     for rank, of_rank in enumerate(weights):
         size = len(of_rank) // parts
@@ -121,14 +118,14 @@ def _runs(weights: list[list[int]], part: int, parts: int) -> list[_Run]:
 
 
 def _parts(count: int, parts: int) -> Tensor:
-    """The part of each of `count` rows."""
+    """Return the part of each of `count` rows."""
     return torch.arange(parts).repeat_interleave(count // parts)
 
 
 def _exchange(
     rows: SamplesT, owners: Sequence[Tensor], width: int, rank: int, group: ProcessGroup | None, device: torch.device
 ) -> SamplesT:
-    """This rank's new rows, in the order of the ranks and indices that they come from; one all-to-all of bytes."""
+    """Return this rank's new rows, by source rank and index; one all-to-all of bytes."""
     columns = {name: fit(field, width) if field.dim() == 2 else field for name, field in rows.tensors().items()}
     record = torch.cat([_bytes(field) for field in columns.values()], 1)
     order = owners[rank].argsort(stable=True)
@@ -145,7 +142,7 @@ def _exchange(
 
 
 def _bytes(field: Tensor) -> Tensor:
-    """[N] or [N, S] to [N, bytes]."""
+    """Reshape [N] or [N, S] to [N, bytes]."""
     table = field if field.dim() == 2 else field[:, None]
     return table.contiguous().view(torch.uint8)
 

@@ -1,4 +1,4 @@
-"""Assignment of sequences to data ranks and micro-batches, from their lengths alone; the same on every rank."""
+"""Assign sequences to data ranks and micro-batches from their lengths alone, alike on every rank."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ class Capacity:
 
     Attributes:
         tokens: of the whole row, padding included.
-        sequence: each padded length is a multiple of it.
-        row: the length of the row is a multiple of it.
+        sequence: divides each padded length.
+        row: divides the length of the row.
 
     Raises:
         ValueError: `tokens` is less than one `row`.
@@ -34,28 +34,28 @@ class Capacity:
 
     @classmethod
     def of_layout(cls, tokens: int, *, tensor: int, context: int) -> Capacity:
-        """Zigzag needs 2·cp chunks of each sequence; rows are multiples of 2·cp·tp, without context parallelism of tp."""
+        """Build a layout's capacity: 2·cp zigzag chunks a sequence, rows in multiples of 2·cp·tp (cp = 1: tp)."""
         chunks = 2 * context if context > 1 else 1
         return cls(tokens, chunks, chunks * tensor)
 
     @classmethod
     def of_config(cls, batch: BatchConfig, parallel: ParallelConfig) -> Capacity | None:
-        """The capacity that `batch.tokens` sets; None if micro-batches are filled by number of sequences."""
+        """Return the capacity that `batch.tokens` sets; None if micro-batches hold a number of sequences."""
         if batch.tokens is None:
             return None
         return cls.of_layout(batch.tokens, tensor=parallel.tensor, context=parallel.context)
 
     @property
     def usable(self) -> int:
-        """The longest row that is a multiple of `row`."""
+        """Return the longest row that is a multiple of `row`."""
         return self.tokens // self.row * self.row
 
     def padded(self, length: int) -> int:
-        """The room that a sequence takes."""
+        """Return the padded length of a sequence."""
         return -(-length // self.sequence) * self.sequence
 
     def rooms(self, lengths: Sequence[int], together: int = 1) -> list[int]:
-        """The room of each unit of `together` sequences.
+        """Return the padded length of each unit of `together` sequences.
 
         Raises:
             ValueError: a unit is longer than the row, or the sequences do not fill whole units.
@@ -78,10 +78,10 @@ class Capacity:
 
 
 def pack(lengths: Sequence[int], capacity: Capacity, together: int = 1) -> list[list[int]]:
-    """Micro-batches of whole units by first-fit decreasing: the indices of their sequences.
+    """Pack whole units into micro-batches by first-fit decreasing; return the indices of their sequences.
 
-    Units are taken from the largest to the smallest (of equals the first), each into the first micro-batch that has room
-    for it. That is at most 11/9 of the fewest micro-batches + 6/9 (Dósa 2007), in O(n log n).
+    The largest unit goes first (of equals the first), each into the first micro-batch with room for it. That needs at most
+    11/9 of the fewest micro-batches + 6/9 (Dósa 2007), in O(n log n).
 
     Args:
         lengths: true lengths, in tokens.
@@ -96,7 +96,7 @@ def pack(lengths: Sequence[int], capacity: Capacity, together: int = 1) -> list[
 
 
 def first_fit_decreasing(sizes: Sequence[int], capacity: int) -> list[list[int]]:
-    """Bins of indices, each with at most `capacity` in it; the indices in a bin rise."""
+    """Return bins of ascending indices, each with a sum of at most `capacity`."""
     if not sizes:
         return []
     # First fit leaves at most one bin half empty, which bounds their number.
@@ -123,16 +123,15 @@ def first_fit_decreasing(sizes: Sequence[int], capacity: int) -> list[list[int]]
 
 
 def deal(weights: Sequence[int], ranks: int, loads: Sequence[int] = ()) -> list[int]:
-    """The rank of each weight such that the ranks' sums are nearly even: the largest weight left goes to the least loaded rank.
+    """Assign weights to ranks with nearly even sums: the largest weight left goes to the rank with least.
 
     The largest sum is at most (4/3 − 1/(3·ranks)) of the least possible (Graham 1969), and exceeds the smallest by one weight
-    at most. Of equals the first weight and the first rank come first. With as many weights as ranks, and no loads, every rank
-    gets one.
+    at most. Ties go to the first weight and the first rank. With as many weights as ranks and no loads, every rank gets one.
 
     Args:
         weights: positive.
-        ranks: how many.
-        loads: what each rank has already; empty is nothing.
+        ranks: their number.
+        loads: weight that each rank already has; empty: none.
     """
     owners = [0] * len(weights)
     heap = [(load, rank) for rank, load in enumerate(loads or [0] * ranks)]

@@ -19,25 +19,19 @@ from parallel_rl.training.tokenizer.protocol import Target
 
 @dataclass(frozen=True)
 class MicroBatch(megatron.MicroBatch):
-    """Rows for the model and the loss, `indices`: those of the rows among the ones they were taken from, and `tokens`: their
-    true lengths summed up.
-    """
+    """Rows for model and loss; `indices` of the rows in their source, `tokens`: the sum of true lengths."""
 
     indices: list[int] = field(kw_only=True)
     tokens: int = field(kw_only=True)
 
     @property
     def computed(self) -> int:
-        """Tokens that the row holds: of prefix trees each shared one once."""
+        """Return the tokens that the model computes; prefix trees hold each shared token once."""
         return self.tokens if self.input.tree is None else self.input.tree.tokens
 
 
 def local_share(items: Sequence[int], groups: ParallelGroups) -> list[int]:
-    """This data rank's equal share of a list that every rank knows.
-
-    Raises:
-        ValueError: it is not divisible by the data ranks.
-    """
+    """Return this data rank's equal share of a list; ValueError if the data ranks do not divide it."""
     size, rest = divmod(len(items), groups.dp_size)
     if rest:
         raise ValueError(f"{len(items)} sequences are not divisible by the {groups.dp_size} data parallel ranks")
@@ -45,18 +39,18 @@ def local_share(items: Sequence[int], groups: ParallelGroups) -> list[int]:
 
 
 def local_shares(count: int, parts: int, groups: ParallelGroups) -> list[int]:
-    """This data rank's share of each of `parts` equal parts of range(count), one after the other."""
+    """Return this data rank's share of each of `parts` equal, consecutive parts of range(count)."""
     size = count // parts
     return [index for part in range(parts) for index in local_share(range(part * size, (part + 1) * size), groups)]
 
 
 def target_rows(prompts: Sequence[Sequence[int]], targets: Sequence[Target]) -> Samples:
-    """Rows of prompts with what is to be learned behind them."""
+    """Build rows of prompts, each followed by its target."""
     return padded_samples(prompts, [one.tokens for one in targets], masks=[one.mask for one in targets])
 
 
 def in_order(count: int, size: int) -> list[list[int]]:
-    """The indices of `count` rows, `size` at a time."""
+    """Split the indices of `count` rows into lists of `size`."""
     return [list(range(first, min(first + size, count))) for first in range(0, count, size)]
 
 
@@ -69,26 +63,23 @@ def micro_batches(
     device: torch.device,
     row_unit: int | None = None,
 ) -> list[MicroBatch]:
-    """This rank's rows, in micro-batches of the indices in `bins`.
+    """Build micro-batches of this rank's rows from indices `bins`; ValueError if lengths do not fit.
 
     Args:
-        unit: a padded width is a multiple of it: see `width_unit`.
-        row_unit: the length of a packed row is a multiple of it, where that is more than the layout needs.
-
-    Raises:
-        ValueError: from the layout, where lengths do not fit.
+        unit: divides a padded width, see `width_unit`.
+        row_unit: divides the length of a packed row, if that is more than the layout needs.
     """
     return [_micro_batch(rows.select(indices), indices, packing, unit, row_unit, device) for indices in bins]
 
 
 def width_unit(*, tensor: int, context: int, sequence_parallel: bool) -> int:
-    """The unit of a row's width: 2·cp chunks of the zigzag layout, and tp equal parts of each context rank's share."""
+    """Return the unit of a row's width: 2·cp zigzag chunks, and tp equal parts on each context rank."""
     chunks = 2 * context if context > 1 else 1
     return math.lcm(chunks, context * tensor) if sequence_parallel else chunks
 
 
 def fit(field: Tensor, width: int) -> Tensor:
-    """[N, S] to [N, width]: cut off padding, or add some."""
+    """Cut off or add padding: [N, S] to [N, width]."""
     if field.shape[1] >= width:
         return field[:, :width].contiguous()
     return torch.nn.functional.pad(field, (0, width - field.shape[1]))
@@ -117,13 +108,13 @@ def with_own_fields(
     fields: Sequence[Field],
     dtype: torch.dtype,
 ) -> SamplesT:
-    """Add fields [N] of sequences and [N, S] of tokens, which stand on a rollout's last ones.
+    """Add fields [N] of sequences and [N, S] of tokens, which belong to each rollout's last tokens.
 
     Args:
         rows: one of each record.
         own: of each row the values of `fields`, in order.
         fields: the user's own.
-        dtype: of those that hold no integers.
+        dtype: of fields without integers.
     """
     for number, kept in enumerate(fields):
         kind = torch.int64 if kept.dtype == "integer" else dtype

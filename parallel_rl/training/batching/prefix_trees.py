@@ -1,4 +1,4 @@
-"""Micro-batches whose rows hold each shared prefix once: which sequences share a row, how many tokens that takes.
+"""Pack rows that hold each shared prefix once: which sequences share a row, and its tokens.
 
 Legend: a *unit* is `together` sequences that stay in one micro-batch, a *group* neighbouring units with the same prompt.
 """
@@ -21,17 +21,17 @@ ScoredTokens = Callable[[Mapping[str, Tensor]], Tensor]
 
 
 class _Part(NamedTuple):
-    """Units that share a row, and the tokens that they take in it."""
+    """Units that share a row, and their tokens in it."""
 
     units: list[int]
     tokens: int
 
 
 def pack_trees(rows: Samples, capacity: Capacity, together: int = 1) -> list[list[int]]:
-    """Pack the sequences into micro-batches by the tokens of their trees: the indices in each.
+    """Pack sequences into micro-batches by the tokens of their trees; return the indices in each.
 
-    Branches are joined from the leaves up. Sequences behind a prefix that fit into one row stay in it. Those that do not are
-    cut into parts by first-fit decreasing, and each part repeats the prefix.
+    Branches are joined from the leaves up. Sequences with a prefix share a row if they fit. Otherwise first-fit decreasing
+    splits them into parts, and each part repeats the prefix.
 
     >>> ids = torch.tensor([[7, 7, 7, row] for row in range(4)])
     >>> rows = Samples(ids, torch.ones_like(ids), torch.full((4,), 4))
@@ -39,7 +39,7 @@ def pack_trees(rows: Samples, capacity: Capacity, together: int = 1) -> list[lis
     ([[0, 1, 2, 3]], [[0, 1], [2, 3]])
 
     Raises:
-        ValueError: a unit that is longer than a row without sharing, sequences that do not fill whole units.
+        ValueError: a unit is longer than a row without sharing, or the sequences do not fill whole units.
     """
     capacity.rooms(rows.lengths.tolist(), together)
     if not len(rows):
@@ -67,7 +67,7 @@ def tree_micro_batches(
     """Make micro-batches of the indices in `bins`, each a row of prefix trees.
 
     Args:
-        scored: finds the tokens [B, S] that may carry loss beside those of token_mask.
+        scored: finds the tokens [B, S] that may have loss, added to those of token_mask.
 
     Raises:
         ValueError: from the layout, where lengths do not fit.
@@ -76,10 +76,10 @@ def tree_micro_batches(
 
 
 def group_tokens(rows: Samples, parts: int = 1, together: int = 1) -> Tensor:
-    """Count the tree's tokens [N] of each group at its first sequence; 0 at those that stay with it.
+    """Count the tree's tokens [N] of each group at its first sequence; 0 at the group's other sequences.
 
     Args:
-        parts: equal parts of the rows; no group goes over their bounds.
+        parts: equal parts of the rows; no group crosses their bounds.
     """
     if not len(rows):
         return rows.lengths
@@ -98,7 +98,7 @@ def group_tokens(rows: Samples, parts: int = 1, together: int = 1) -> Tensor:
 
 
 def every_token(data: Mapping[str, Tensor]) -> Tensor:
-    """Mark every token [B, S] as scored: a critic has a value of each."""
+    """Mark every token [B, S] as scored: a critic has a value for each."""
     return torch.ones_like(data["token_mask"], dtype=torch.bool)
 
 
@@ -108,7 +108,7 @@ def tree_tokens(rows: Samples) -> int:
 
 
 def _close(branches: list[tuple[int, list[_Part]]], last: list[_Part], depth: int, capacity: Capacity) -> list[_Part]:
-    """Join the parts of the branches that are deeper than `depth`; return those of the last one."""
+    """Join the parts of branches deeper than `depth`; return the parts of the last branch."""
     while branches[-1][0] > depth:
         prefix, parts = branches.pop()
         parts += last
@@ -124,7 +124,7 @@ def _close(branches: list[tuple[int, list[_Part]]], last: list[_Part], depth: in
 
 
 def _unit_sizes(rows: Samples, multiple: int, together: int) -> list[int]:
-    """Count the tokens of each unit alone; further trees of a unit are padded to the multiple."""
+    """Count the tokens of each unit alone; the trees behind a unit's first are padded to `multiple`."""
     if together == 1:
         return rows.lengths.tolist()
     unit = torch.arange(len(rows)) // together

@@ -55,8 +55,7 @@ Controllers = Mapping[str, "Controller[int] | Controller[float]"]
 class Stateful(Protocol):
     """Per-data-rank state in host tensors: rollouts in flight, a stream.
 
-    The ranks of one data rank hold the same. On every rank `load_state_dict` gets the saved states of all data ranks in order;
-    their number may differ from the present one.
+    The ranks of one data rank hold the same. `load_state_dict` gets the states of all data ranks, now maybe others, in order.
     """
 
     def state_dict(self) -> Mapping[str, Tensor]: ...
@@ -101,8 +100,7 @@ def save(folder: Path, number: int, contents: Contents, metadata: CheckpointMeta
         metadata: of the checkpoint; layout and parts are filled in.
 
     Raises:
-        RuntimeError: on all ranks, with the failed rank and the cause: the write or a removal failed. Earlier checkpoints are
-            untouched.
+        RuntimeError: on all ranks, with the failed rank and the cause; earlier checkpoints are untouched.
     """
     final = storage.path_of(folder, number)
     failed = f"the checkpoint {final} could not be written, those before it are untouched"
@@ -166,12 +164,9 @@ def load(path: Path, contents: Contents, metadata: CheckpointMetadata) -> Mappin
 def load_weights(
     path: Path, model: torch.nn.Module, check: Callable[[Path, CheckpointMetadata], None], *, scalar_head: bool = False
 ) -> None:
-    """Fill a model from a checkpoint's trained model, after verifying every file.
+    """Fill a model from a checkpoint with verified files; ValueError on all ranks if they do not fit.
 
     A scalar head keeps its values if the checkpoint is a policy's.
-
-    Raises:
-        ValueError: no checkpoint there, a damaged one, or one of another model; on all ranks.
     """
     with storage.reading(path) if dist.get_rank() == 0 else contextlib.nullcontext():
         manifest = on_first_rank(lambda: read_manifest(path), f"the checkpoint {path} cannot be read")
@@ -186,11 +181,7 @@ def load_weights(
 
 
 def fill_weights(model: torch.nn.Module, state: State, *, whole: bool = True) -> None:
-    """Load the weights of a state without `_extra_state`, which Transformer Engine would unpickle.
-
-    Raises:
-        ValueError: `whole`, and weights that the state or the model lacks.
-    """
+    """Load a state's weights without `_extra_state` (a pickle); ValueError if `whole` and one is missing."""
     engine = "_extra_state"
     missing, unknown = model.load_state_dict({name: x for name, x in state.items() if engine not in name}, strict=False)
     missing = [name for name in missing if engine not in name]

@@ -13,12 +13,9 @@ from parallel_rl.training.models.engine import build_frozen, start_world
 
 
 def export_checkpoint(checkpoint: Path, out: Path, config: TrainConfig) -> None:
-    """Write a checkpoint's trained model and the tokenizer's files to `out`; every rank calls it.
+    """Write a checkpoint's model and tokenizer to the new or empty folder `out`; every rank calls it.
 
-    Args:
-        checkpoint: one of the run's, of any layout.
-        out: a new or empty folder.
-        config: of the run, on the layout to export with.
+    `config` is the run's, on any layout.
 
     Raises:
         ValueError: no checkpoint, a damaged one or one of another model; a model of no Hugging Face family; `out` holds

@@ -70,10 +70,10 @@ def fill_optimizer(optimizer: MegatronOptimizer, state: State) -> None:
     for number, part in enumerate(parts):
         saved: Any = state if len(parts) == 1 else state[number]  # type: ignore[index]
         inner = saved.get("optimizer", saved)
-        own = part.optimizer.state_dict()["param_groups"]
+        present = part.optimizer.state_dict()["param_groups"]
         # a fused Adam counts steps in its groups, torch's in each parameter's state
         in_state, in_groups = _step_of(part.optimizer, step)
-        inner["param_groups"] = [{**group, **_values_of(group, groups), **in_groups} for group in own]
+        inner["param_groups"] = [{**group, **_values_of(group, groups), **in_groups} for group in present]
         if not isinstance(part, DistributedOptimizer):
             inner["state"].pop("common_step", None)
             inner["state"] |= {} if in_state is None else {"common_step": in_state}
@@ -137,8 +137,8 @@ def _shards(part: DistributedOptimizer) -> Iterator[_Shard]:
             if parameter in part.model_param_gbuf_map:
                 group, place = part.model_param_group_index_map[parameter]
                 main = part.optimizer.param_groups[group]["params"][place]
-                found = part._get_model_param_range_map(parameter)["param"]
-                span = slice(found.start, found.end)
+                bounds = part._get_model_param_range_map(parameter)["param"]
+                span = slice(bounds.start, bounds.end)
             yield _Shard(parameter, main, span, buffer.data_parallel_group)
 
 

@@ -30,9 +30,7 @@ from parallel_rl.training.reporting.run_log import read_metrics
 def newest_whole(
     folder: Path, check: Callable[[Path, CheckpointMetadata], None], say: Callable[[str], None]
 ) -> tuple[Path, CheckpointMetadata] | None:
-    """Return the newest checkpoint whose files are all intact, or None if the folder has none.
-
-    Newer damaged ones are renamed. Each rank verifies a part of the files.
+    """Return the newest intact checkpoint, or None for an empty folder; newer damaged ones are renamed.
 
     Args:
         check: refuses a checkpoint of another model by a ValueError.
@@ -69,11 +67,7 @@ _BEGUN_BY = ".begun_by"
 
 
 def check_sources(config: TrainConfig) -> None:
-    """Check model and file sizes of the checkpoints that the config names, without building a model.
-
-    Raises:
-        ValueError: one is missing, damaged, of another model, or would be removed by run.resume = 'never'.
-    """
+    """Check model and file sizes of the checkpoints that the config names; ValueError if one does not fit."""
     teacher = config.teacher if config.teacher is not None and is_hf(config.teacher) else None
     for key, folder, has_head in (("model.hf", config.model.hf, config.scalar_head), ("teacher", teacher, False)):
         if folder is not None:

@@ -40,11 +40,11 @@ def only_run(folder: Path, timeout: float) -> Iterator[None]:
         end = time.monotonic() + max(_LEASE, timeout + _LINGER)
 
         def hold() -> str | None:
-            with contextlib.ExitStack() as taken:
-                taken.enter_context(_folder(folder))
-                other = taken.enter_context(_holding(folder, may_wait=time.monotonic() < end))
+            with contextlib.ExitStack() as locks:
+                locks.enter_context(_folder(folder))
+                other = locks.enter_context(_holding(folder, may_wait=time.monotonic() < end))
                 if other is None:
-                    held.push(taken.pop_all())
+                    held.push(locks.pop_all())
             return other
 
         # every rank polls: a collective with the first rank would time out

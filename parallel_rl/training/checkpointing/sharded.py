@@ -32,13 +32,10 @@ State = dict[str, Any]
 
 
 def save_sharded(state: State, folder: Path, what: str) -> None:
-    """Write the ranks' state into an empty folder.
+    """Write the ranks' state into an empty folder; RuntimeError on all ranks names the failed ones.
 
     Megatron's save lets ranks wait in a collective while the first one writes, and forks writers that outlive a killed rank.
     Here every stage ends with a status from each rank, and each rank writes in its own process.
-
-    Raises:
-        RuntimeError: `what`, with each failed rank and the cause; on all ranks.
     """
     filesystem_async._results_queue = queue.Queue()  # else megatron starts a process for it
     strategy = _ShardedOnEveryRank("torch_dist", 1)

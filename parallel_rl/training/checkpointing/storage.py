@@ -49,11 +49,7 @@ def list_checkpoints(folder: Path) -> list[Path]:
 
 
 def make_partial(final: Path, needed: int) -> Path:
-    """Make an empty hidden folder next to `final`, to fill and publish.
-
-    Raises:
-        OSError: the folder cannot be made, or the disk has less than `needed` bytes.
-    """
+    """Make an empty hidden folder next to `final`; OSError if that fails or `needed` bytes are not free."""
     partial = final.with_name(_PARTIAL + final.name)
     for cut_off in final.parent.glob(f"{_PARTIAL}*"):
         shutil.rmtree(cut_off)
@@ -144,8 +140,8 @@ def foreign(folder: Path, names: Sequence[str]) -> Path | None:
     for path in (folder / name for name in names):
         if path.is_dir() and not path.is_symlink():
             others = sorted(entry.name for entry in path.iterdir() if not _MADE.fullmatch(entry.name))
-            if (found := foreign(path, others)) is not None:
-                return found
+            if (other := foreign(path, others)) is not None:
+                return other
         elif os.path.lexists(path):
             return path
     return None

@@ -45,10 +45,9 @@ class _Place(NamedTuple):
 
 
 def check_pickles(path: Path) -> None:
-    """Check every pickle of a checkpoint without running any: its index, common part and objects.
+    """Check every pickle of a checkpoint (index, common part, objects) without running any.
 
-    Only tensors, numbers, text, their containers, and torch's index classes are accepted: checksums do not protect against a
-    writer of the folder.
+    Only tensors, numbers, text, their containers, and torch's index classes pass: checksums do not stop a writer of the folder.
 
     Raises:
         ValueError: a pickle that names anything else, or an index that points outside the folder.

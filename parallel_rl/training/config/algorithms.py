@@ -1,4 +1,4 @@
-"""The main sections of a config, exactly one of which a run has."""
+"""The main sections of a config; a run has exactly one of them."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ class SupervisedConfig:
 
     def __post_init__(self) -> None:
         at_least(self, steps=1, batch_size=1)
-        own = () if self.source == "solutions" else own_fields(self.loss)
-        check_fields_available(self.loss, {STEP_LABELS: "", **{field.name: "" for field in own}})
-        if of_tokens := [field.name for field in own if field.per == "token"]:
+        declared = () if self.source == "solutions" else own_fields(self.loss)
+        check_fields_available(self.loss, {STEP_LABELS: "", **{field.name: "" for field in declared}})
+        if of_tokens := [field.name for field in declared if field.per == "token"]:
             raise ValueError(
                 f"loss.name = {self.loss.name!r} reads {of_tokens[0]!r} of each token, and data.examples hold texts; they give "
                 "one value for each example (sequence_fields)"
@@ -305,7 +305,7 @@ class DistillationConfig:
             return
         if self.rows != "policy":
             raise ValueError(
-                f"'server' has no effect with rows = {self.rows!r}, of which none is drawn; set it to 'policy'"
+                f"'server' has no effect with rows = {self.rows!r}; set rows to 'policy' to sample from it"
             )
         for name, default in (("ahead", 0), ("max_staleness", None), ("max_mismatch", ServerConfig.max_mismatch)):
             if (value := getattr(self.server, name)) != default:

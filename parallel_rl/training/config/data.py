@@ -164,5 +164,7 @@ class DataConfig:
         {'prompt': 'question', 'answer': 'label'}
         """
         known = FIELDS.get(source, ())
-        own = {key.rpartition(".")[2]: column for key, column in self.columns.items() if key.startswith(f"{source}.")}
-        return {**{key: column for key, column in self.columns.items() if key in known}, **own}
+        of_source = {
+            key.rpartition(".")[2]: column for key, column in self.columns.items() if key.startswith(f"{source}.")
+        }
+        return {**{key: column for key, column in self.columns.items() if key in known}, **of_source}

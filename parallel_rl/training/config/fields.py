@@ -74,16 +74,12 @@ _TAKEN = frozenset(
 
 
 def own_fields(choice: LossConfig) -> tuple[Field, ...]:
-    """List the fields that a loss declares and records must provide, one value per token or sequence.
-
-    Raises:
-        ValueError: a reserved name, or an alignment that records do not have.
-    """
+    """List a loss's declared fields that records must have; ValueError for a reserved name or alignment."""
     fields = choice.requirements.fields
-    own = tuple(
+    declared = tuple(
         field for field in fields if field.name not in _GIVEN and field.per in ("token", "sequence") and not field.width
     )
-    for field in own:
+    for field in declared:
         if field.name in _TAKEN:
             raise ValueError(
                 f"loss.name = {choice.name!r} declares the field {field.name!r}, a name that the trainer or the records use "
@@ -94,7 +90,7 @@ def own_fields(choice: LossConfig) -> tuple[Field, ...]:
                 f"loss.name = {choice.name!r} declares the field {field.name!r} with alignment 'predictor'; records give "
                 "values at their own tokens, so declare alignment 'token'"
             )
-    return own
+    return declared
 
 
 def has_unknown_fields(choice: LossConfig) -> bool:

@@ -25,8 +25,8 @@ class ServerConfig(CompletionServerConfig):
         max_mismatch: bound on the mean |log ratio| between a server and the trainer (TRL's sampling_logp_difference) over
             tokens with staleness 0; above it the run ends, as the weights differ. Precision alone stays below 0.1. With
             prev_logprobs = "generation" only the first step of each start is checked. null: any policy may sample.
-        update: the servers' engine, to send them the trainer's weights: a Hugging Face folder per version in run.dir/policy,
-            the newest two of which stay. Requests in flight finish first, so that a sample has one policy. Evaluations then
+        update: the servers' engine, to send them the trainer's weights: a Hugging Face folder per version in run.dir/policy;
+            the newest two stay. Requests in flight finish first, so that a sample has one policy. Evaluations then
             use the servers, too. null: servers keep their own weights.
         update_every: steps between updates; evaluations always send the weights.
     """

@@ -37,8 +37,8 @@ class TokenizerConfig:
 
     def __post_init__(self) -> None:
         if (self.alphabet is None) == (self.hf is None):
-            given = "both are given" if self.hf is not None else "neither is given"
-            raise ValueError(f"exactly one of alphabet and hf is needed; {given}")
+            fault = "both are given" if self.hf is not None else "neither is given"
+            raise ValueError(f"exactly one of alphabet and hf is needed; {fault}")
         if self.alphabet not in (None, AUTO):
             self.build()
         for name in ("chat", "template", "variables", "date"):
@@ -63,8 +63,8 @@ class TokenizerConfig:
                 )
             return CharTokenizer(self.alphabet)
         folder, options = Path(self.hf), ChatOptions(self.template, self.variables, self.date)
-        asked = options != ChatOptions() if self.chat is None else self.chat
-        chat = asked or (self.chat is None and has_chat_template(folder))
+        wanted = options != ChatOptions() if self.chat is None else self.chat
+        chat = wanted or (self.chat is None and has_chat_template(folder))
         return HuggingFaceTokenizer(folder, options if chat else None)
 
     @property

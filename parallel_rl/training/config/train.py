@@ -64,9 +64,9 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "reward", _settled(self.reward))
-        given = [name for name in OBJECTIVES if getattr(self, name) is not None]
-        if len(given) != 1:
-            has = f"{' and '.join(given)} are given" if given else "none is given"
+        objectives = [name for name in OBJECTIVES if getattr(self, name) is not None]
+        if len(objectives) != 1:
+            has = f"{' and '.join(objectives)} are given" if objectives else "none is given"
             raise ValueError(f"exactly one of the sections {', '.join(OBJECTIVES)} is needed; {has}")
         if self.sft is not None and self.warmup is not None:
             raise ValueError("the section 'warmup' has no effect with 'sft', which is supervised throughout; remove it")
@@ -204,10 +204,10 @@ class TrainConfig:
                     f"rl.loss.name = {rl.loss.name!r} reads {name!r}, which samples do not have; data.rollouts gives it by "
                     f"the field {key!r} of its records"
                 )
-        if rl.experts and (own := self.own_fields("rollouts")):
+        if rl.experts and (declared := self.own_fields("rollouts")):
             raise ValueError(
                 f"rl.experts = {rl.experts} is incompatible with rl.loss.name = {rl.loss.name!r}, which reads "
-                f"{own[0].name!r} of data.rollouts; demonstrations do not have it"
+                f"{declared[0].name!r} of data.rollouts; demonstrations do not have it"
             )
         if recorded and "greedy_rewards" in rl.advantages.needs:
             raise ValueError(
@@ -227,8 +227,8 @@ class TrainConfig:
             )
         if self.model.fused_head and self.rl.loss.build(truncation=sampling.truncation).requirements.untruncated:
             raise ValueError(
-                f"{text} and a KL to the reference in rl.loss read two distributions of a token, of which model.fused_head = "
-                "True gives one; set it to false, or both to null"
+                f"{text} and a KL to the reference in rl.loss read two distributions of a token, and model.fused_head = True "
+                "gives one; set it to false, or both to null"
             )
 
     def _check_model(self) -> None:
@@ -291,11 +291,11 @@ class TrainConfig:
         on_policy = self.distillation is not None and self.distillation.rows == "policy"
         draws = (self.rl is not None and self.data.rollouts is None) or on_policy
         served = self.server is not None
-        for name, own in (
+        for name, present in (
             (self.objective, draws and not served),
             ("evaluation", self.evaluation is not None and (self.server is None or self.server.update is None)),
         ):
-            if own:
+            if present:
                 raise ValueError(
                     f"the section {name!r} with parallel.expert = {experts} would draw by the trainer's own sampler, whose "
                     f"data ranks end at different tokens; set {self.objective}.server with update, or parallel.expert to 1"

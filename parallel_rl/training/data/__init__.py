@@ -1,4 +1,4 @@
-"""The records that a run reads: prompts, demonstrations, pairs, recorded rollouts, parsed and checked.
+"""Records of a run: prompts, demonstrations, pairs and recorded rollouts, parsed and checked.
 
-records/ reads files of any size and knows no kind of record; what a step makes of records is algorithms/'s.
+records/ reads files of any size and knows no kind of record; algorithms/ uses the records in steps.
 """

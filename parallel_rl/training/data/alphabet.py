@@ -1,4 +1,4 @@
-"""The characters of a run's data, against the alphabet of its tokenizer."""
+"""Check the characters of a run's data against its tokenizer's alphabet."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from parallel_rl.training.data.records.hugging_face import open_in_turn
 from parallel_rl.training.data.records.index import DataFile
 from parallel_rl.training.data.records.source import Records, index_of
 
-# what is written in characters; what is asked beside a prompt has no form without a chat template
+# fields with characters; a system text or tools need a chat template
 _TEXTS = ("prompt", "messages", "answer", "text", "chosen", "rejected", "completions")
 
 
 def settle_alphabet(config: TrainConfig, files: Mapping[str, Sequence[DataFile]]) -> TrainConfig:
-    """The run with its alphabet written out: `auto` becomes the characters of all its data, sorted; called by every rank.
+    """Return the run with `auto` replaced by the sorted characters of all its data; every rank calls it.
 
     Raises:
-        ValueError: characters of the data (of what `data.check_gigabytes` looks at) that the alphabet lacks, all of them.
+        ValueError: the data (as far as `data.check_gigabytes` goes) has characters that the alphabet lacks; names them all.
     """
     given = config.tokenizer.alphabet
     if given is None:
@@ -49,7 +49,7 @@ def settle_alphabet(config: TrainConfig, files: Mapping[str, Sequence[DataFile]]
 
 
 def _said(value: object) -> list[str]:
-    """List a text, or those of messages or steps; nothing of what is malformed, which its parser refuses."""
+    """List a text, or the texts of messages or steps; skip malformed values, which the parser refuses."""
     parts = (
         [one.get("content") if isinstance(one, Mapping) else one for one in value]
         if isinstance(value, list)
@@ -61,7 +61,7 @@ def _said(value: object) -> list[str]:
 def _unknown(
     config: TrainConfig, name: str, files: Sequence[DataFile], known: set[str], forms: Forms
 ) -> list[dict[str, str]]:
-    """The characters of a source that are not known, each with the first place that a rank saw it in, rank by rank."""
+    """List a source's characters outside of `known`, each with the first place on a rank, rank by rank."""
     columns, read = config.data.columns_of(name), read_of(forms, name)
     own = config.own_fields(name)
     ends = config.data.step_separator if name == "solutions" else ""

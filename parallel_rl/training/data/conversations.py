@@ -1,4 +1,4 @@
-"""Conversations of records: what is asked, and the turns of the assistant behind it."""
+"""Conversations of records: the prompt, and the assistant's turns behind it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _KEYS = frozenset({"role", "content", "weight", "tool_calls", "tool_call_id", "n
 
 
 def conversation(fields: Row, system: str | None, row: Row | None = None) -> list[Message]:
-    """The messages of a record: those of `messages` or `prompt`, or the text of `prompt` as the user's; a system text first.
+    """Return the messages of a record's `messages` or `prompt` (a text becomes the user's), system first.
 
     Raises:
         ValueError: neither or both are given, a malformed message, or two system texts.
@@ -40,11 +40,7 @@ def conversation(fields: Row, system: str | None, row: Row | None = None) -> lis
 
 
 def tools_of(fields: Row) -> Tools:
-    """The schemas of a record's tools: a list, or one as a JSON text.
-
-    Raises:
-        ValueError: anything else.
-    """
+    """Return the schemas of a record's tools, from a list or a JSON text; ValueError for anything else."""
     tools = fields.get("tools")
     if isinstance(tools, str) and tools:
         try:
@@ -59,12 +55,12 @@ def tools_of(fields: Row) -> Tools:
 
 
 def asked_text(messages: Sequence[Message]) -> str:
-    """The question as one text: all but the system text."""
+    """Return the question as one text: all but the system text."""
     return "\n\n".join(str(message.get("content") or "") for message in messages if message["role"] != "system")
 
 
 def split_turns(messages: Sequence[Message], last_only: bool) -> tuple[list[Message], list[Message]]:
-    """A conversation that ends with an answer, cut before the first answer to the user, or before the last answer.
+    """Split before the first answer to the user, or before the last answer, which ends the conversation.
 
     >>> said = [{"role": role, "content": "…"} for role in ("user", "assistant", "user", "assistant")]
     >>> [len(part) for part in split_turns(said, last_only=False)], [len(part) for part in split_turns(said, last_only=True)]
@@ -84,10 +80,10 @@ def split_turns(messages: Sequence[Message], last_only: bool) -> tuple[list[Mess
 
 
 def answers_of(value: object, key: str, asked: Sequence[Message]) -> list[Message]:
-    """The turns behind `asked`: a text; or messages, with or without those of `asked` before them.
+    """Return the turns behind `asked`, from a text, or from messages with or without those of `asked`.
 
     Raises:
-        ValueError: no text, malformed messages, or some that do not begin and end with an answer.
+        ValueError: no text, malformed messages, or messages that do not begin and end with an answer.
     """
     if not isinstance(value, list):
         return [{"role": "assistant", "content": text_of({key: value}, key)}]
@@ -106,11 +102,7 @@ def answers_of(value: object, key: str, asked: Sequence[Message]) -> list[Messag
 
 
 def shared_turns(chosen: object, rejected: object) -> list[Message]:
-    """The beginning that two conversations share: the prompt of a pair without one.
-
-    Raises:
-        ValueError: malformed messages, or none in common.
-    """
+    """Return the common beginning of two conversations; ValueError if none, or for a malformed message."""
     both = [messages_of(value, key) for key, value in (("chosen", chosen), ("rejected", rejected))]
     count = 0
     for one, other in zip(*both, strict=False):
@@ -127,8 +119,8 @@ def shared_turns(chosen: object, rejected: object) -> list[Message]:
 def messages_of(value: object, key: str) -> list[Message]:
     """Check a list of messages, and return it as chat templates expect it.
 
-    Null keys are left out, since Parquet gives every message of a file the keys of all, and a template may test for a key.
-    Text parts become one text, a line each, and the arguments of a tool call a mapping.
+    Null keys are removed: Parquet gives every message the keys of all, and a template may test for a key. Text parts become
+    one text, a line each, and the arguments of a tool call a mapping.
 
     Raises:
         ValueError: anything else; names the message.
@@ -151,9 +143,7 @@ def messages_of(value: object, key: str) -> list[Message]:
             message["content"] = None  # beside tool_calls a template may read it
         weight = message.get("weight", 1)
         if weight not in (0, 1) or (weight == 0 and message["role"] != "assistant"):
-            raise ValueError(
-                f"{key}[{index}].weight = {weight!r} is not valid; 0 or 1 beside an answer of the assistant"
-            )
+            raise ValueError(f"{key}[{index}].weight = {weight!r} is not valid; 0 or 1, in a message of the assistant")
         for call in message.get("tool_calls") or ():
             _read_arguments(call, f"{key}[{index}]")
     return messages
@@ -165,7 +155,7 @@ def _meant(key: str) -> str | None:
 
 
 def unknown_keys(row: Row) -> list[str]:
-    """List the keys of a record's messages that this package does not know and leaves to the chat template.
+    """List the keys of a record's messages that only the chat template may know.
 
     >>> unknown_keys({"messages": [{"role": "user", "content": "hi", "train": False}], "id": 7})
     ['train']
@@ -180,7 +170,7 @@ def unknown_keys(row: Row) -> list[str]:
 
 
 def _joined(parts: list[object], where: str) -> str:
-    """The text of a message in parts, a line each, as vLLM joins them."""
+    """Join the parts of a message into one text, a line each, as vLLM does."""
     texts = []
     for part in parts:
         text = part.get("text") if isinstance(part, Mapping) and part.get("type", "text") == "text" else part
@@ -193,7 +183,7 @@ def _joined(parts: list[object], where: str) -> str:
 
 
 def _read_arguments(call: object, where: str) -> None:
-    """Replace the JSON text of a tool call's arguments by what it says."""
+    """Parse the JSON text of a tool call's arguments in place."""
     function = call.get("function") if isinstance(call, Mapping) else None
     if isinstance(function, dict) and isinstance(text := function.get("arguments"), str):
         try:
@@ -214,7 +204,7 @@ def without_nulls(value: object) -> Any:
 
 
 def is_empty(answer: object) -> bool:
-    """Whether an answer is an empty text, or ends with a message that says nothing."""
+    """Return whether an answer is an empty text, or ends with an empty message."""
     last = answer[-1] if isinstance(answer, list) and answer else answer
     if isinstance(last, Mapping):
         return last.get("role") == "assistant" and not last.get("content") and not last.get("tool_calls")

@@ -1,4 +1,4 @@
-"""Conversions of records in other frameworks' forms to the fields of this package."""
+"""Convert records in other frameworks' forms to the fields of this package."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def alpaca(row: Row) -> Fields:
 
 
 def sharegpt(row: Row) -> Fields:
-    """Turns of {from, value} as messages."""
+    """Convert turns of {from, value} to messages."""
     turns = row["conversations"]
     if not isinstance(turns, list) or not turns:
         raise ValueError(f"'conversations' = {brief(turns)} is not valid; a list of {{from, value}} is needed")
@@ -59,9 +59,9 @@ def texts_alone(row: Row) -> bool:
 
 
 def dialogues(row: Row) -> Fields:
-    """Two dialogues as texts: their turns where both have Anthropic's marks, otherwise the beginning that they share.
+    """Convert two dialogues: to turns if both have Anthropic's marks, else to their common beginning.
 
-    The shared beginning is TRL's: up to the first character that differs, without a space before it.
+    The common beginning is TRL's: up to the first character that differs, without a space before it.
     """
     chosen, rejected = text_of(row, "chosen"), text_of(row, "rejected")
     both = [_turns(chosen), _turns(rejected)]
@@ -87,7 +87,7 @@ def dialogues(row: Row) -> Fields:
 
 
 def _turns(text: str) -> list[dict[str, str]]:
-    """The messages of a dialogue of "Human:" and "Assistant:", of a text before it as system; none of another text."""
+    """Split a "Human:" and "Assistant:" dialogue into messages, a text before it as system; else []."""
     before, *parts = ("\n\n" + text.replace("\r\n", "\n").lstrip("\n")).split(_HUMAN)
     messages: list[dict[str, str]] = []
     if parts and before.strip():
@@ -100,7 +100,7 @@ def _turns(text: str) -> list[dict[str, str]]:
 
 
 def ranked(row: Row) -> Fields:
-    """NeMo-RL's preferences: the completion of the lower rank is preferred."""
+    """Convert NeMo-RL's preferences: the completion of the lower rank is preferred."""
     completions = row["completions"]
     ranks = (
         [one.get("rank") for one in completions if isinstance(one, Mapping)] if isinstance(completions, list) else []
@@ -116,7 +116,7 @@ def ranked(row: Row) -> Fields:
 
 
 def verl(row: Row) -> Fields:
-    """verl's rows for rewards by rules: the conversation, the ground truth, and the source that chooses the reward."""
+    """Convert verl's rows for rule-based rewards: conversation, ground truth, and the reward's source."""
     truth = row["reward_model"]
     if not isinstance(truth, Mapping) or truth.get("ground_truth") is None:
         raise ValueError(f"'reward_model' = {brief(truth)} is not valid; {{ground_truth: ...}} is needed")

@@ -1,4 +1,4 @@
-"""The sources of a run's data, the order in which they are read, and what a checkpoint keeps of them."""
+"""The sources of a run's data, their order, and their part of a checkpoint."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ class Datasets:
     Attributes:
         seed: of the order of the records.
         map: the function of `data.map` and a hash of its source; empty without one.
-        longest: tokens of the longest sequence that a run can make of the records that were checked.
-        limit: tokens that a sequence has room for.
-        checked: the part of each source that was.
-        notes: lines about a source: the form of its records, those that were dropped or cut, the labels of answers.
+        longest: tokens of the longest sequence that a run can make of the checked records.
+        limit: the most tokens of a sequence.
+        checked: the checked fraction of each source.
+        notes: lines about a source: form of its records, dropped and cut records, labels of answers.
     """
 
     train: Records[Prompt] = field(default_factory=Records)
@@ -49,26 +49,23 @@ class Datasets:
     notes: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
     def sources(self) -> Iterator[tuple[str, Records]]:
-        """Sources that have records, by name."""
+        """Iterate over the names and records of sources that are not empty."""
         for name in SOURCES:
             records: Records = getattr(self, name)
             if len(records):
                 yield name, records
 
     def read(self, records: Records[RecordT], indices: Sequence[int]) -> list[RecordT]:
-        """Records `indices` of a shuffled source.
+        """Read records of a shuffled source; ValueError on all ranks if one of any rank is malformed.
 
         Args:
             records: one of the sources.
             indices: counted over all passes.
-
-        Raises:
-            ValueError: a record of any rank is malformed; on all ranks.
         """
         return raise_on_all_ranks(lambda: records.stream(indices, self.seed))
 
     def metadata(self) -> dict[str, str]:
-        """The fingerprints of all that is read and the seed of its order, for a checkpoint."""
+        """Return the fingerprints of all sources and the seed of their order, for a checkpoint."""
         return {
             "data_seed": str(self.seed),
             **({"data_map": self.map} if self.map else {}),
@@ -76,11 +73,7 @@ class Datasets:
         }
 
     def check_metadata(self, metadata: Mapping[str, object], where: object) -> None:
-        """Refuses to go on from a checkpoint that was made with other records, or with another order of them.
-
-        Raises:
-            ValueError: the seed, the sources or a fingerprint differ; the message names what.
-        """
+        """Raise ValueError for a checkpoint with another seed, source or fingerprint; names it."""
         mine, then = self.metadata(), f"when {where} was written, so the run cannot go on with the next record"
         otherwise = "choose another run.dir, or set run.resume = 'never'"
         if (seed := metadata.get("data_seed")) != mine["data_seed"]:
@@ -96,13 +89,13 @@ class Datasets:
                 raise ValueError(
                     f"{key} is not what it was {then} (its content or order, or data.buffer_megabytes). Restore it, {otherwise}"
                 )
-            # an evaluation may be added or left out: it takes no place in the order
+            # an evaluation may be added or removed: it does not change the order
             if name != "data_held_out" and (name in mine) != (name in metadata):
                 there, here = ("left out", "given") if name in mine else ("given", "left out")
                 raise ValueError(f"{key} is {here} and was {there} {then}. Restore it, {otherwise}")
 
     def describe_next(self, taken: Mapping[str, int]) -> str:
-        """Describe the next record of each source after `taken` of it."""
+        """Describe the next record of each source, after `taken` of them."""
         parts = []
         for name, number in taken.items():
             turn, place = divmod(number, len(getattr(self, name)))
@@ -110,7 +103,7 @@ class Datasets:
         return "".join(parts)
 
     def describe(self) -> list[str]:
-        """A line for each source."""
+        """Describe each source in a line."""
         lines = []
         for name, records in self.sources():
             part = self.checked.get(name, 1.0)
@@ -122,11 +115,7 @@ class Datasets:
 
 
 def find_data(config: DataConfig) -> Files:
-    """The files that the config names, by source.
-
-    Raises:
-        ValueError: see `find_files`.
-    """
+    """Return the files that the config names, by source; ValueError as in `find_files`."""
     named = {name: getattr(config, name) for name in SOURCES}
     found = {name: find_files(value, f"data.{name}") for name, value in named.items() if value is not None}
     if config.map is None:
@@ -136,11 +125,7 @@ def find_data(config: DataConfig) -> Files:
 
 
 def check_cut(records: Records[Rollout], place: int, count: int) -> None:
-    """A step of `count` recorded sequences that starts at `place` does not start within a group.
-
-    Raises:
-        ValueError: it does.
-    """
+    """Raise ValueError if a step of `count` recorded sequences from `place` starts within a group."""
     group = records[place].group
     if place and records[place - 1].group == group:
         raise ValueError(

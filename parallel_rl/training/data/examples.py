@@ -1,4 +1,4 @@
-"""Prompts, demonstrations, preference pairs and recorded rollouts, each from a row of JSONL or Parquet."""
+"""Parse prompts, demonstrations, preference pairs and recorded rollouts from rows of JSONL or Parquet."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ from parallel_rl.training.tokenizer.protocol import Message, Target
 @final
 @dataclass(frozen=True)
 class Prompt:
-    """A question and its answer: ids of the prompt, its text, and any JSON value as the answer, for the reward function.
+    """A prompt's ids and text, with any JSON value as the answer.
 
-    `source` chooses among several rewards; `extra` is what else the record has, for the reward function.
+    `source` chooses among several rewards; `extra` holds the record's other columns, for the reward function.
     """
 
     tokens: tuple[int, ...]
@@ -55,7 +55,7 @@ class Prompt:
 @final
 @dataclass(frozen=True)
 class Example:
-    """A demonstration: the loss is on the target. `own` are the values of the user's own fields."""
+    """A demonstration with its loss on the target; `own` holds the values of the user's own fields."""
 
     prompt: tuple[int, ...]
     target: Target
@@ -65,7 +65,7 @@ class Example:
 @final
 @dataclass(frozen=True)
 class Pair:
-    """Two answers to one prompt, the first preferred."""
+    """Two answers to one prompt, the preferred one first."""
 
     prompt: tuple[int, ...]
     chosen: Target
@@ -75,7 +75,7 @@ class Pair:
 @final
 @dataclass(frozen=True)
 class Answer:
-    """One answer to a prompt, desirable or not."""
+    """One answer to a prompt, with its label: desirable or not."""
 
     prompt: tuple[int, ...]
     target: Target
@@ -85,14 +85,13 @@ class Answer:
 @final
 @dataclass(frozen=True)
 class Rollout:
-    """A sample that was generated elsewhere: `logprobs` are those of its last `len(logprobs)` tokens.
+    """A recorded sample; `logprobs` belong to its last `len(logprobs)` tokens.
 
-    Either `reward` (advantages are then made within `group`) or `advantage` is set. `staleness` is how many optimizer steps the
-    policy that drew it lay behind, where that is known. `run` names the trajectory that it is a part of. `segments` are the
-    turns of those tokens, numbers that do not decrease, or −1 where the environment wrote a token, which carries no loss.
-    `mask` is 1 for those of them that the policy sampled, and 0 for what a tool wrote, which carries no loss.
-    `own` are the values of the user's own fields: numbers of the sequence, or one for each of those tokens.
-    `sample_mask` is 0 for a sample that carries no loss, such as one whose reward failed.
+    Either `reward` (for advantages within `group`) or `advantage` is set. `staleness`, if known, is the number of optimizer
+    steps since the sampling weights. `run` names the sample's trajectory. `segments` number those tokens' turns in ascending
+    order, −1 for a token of the environment, which has no loss. `mask` is 1 for tokens that the policy sampled, and 0 for a
+    tool's, which have no loss. `own` holds the user's own fields: numbers of the sequence, or one for each of those tokens.
+    `sample_mask` is 0 for a sample without loss, such as one whose reward failed.
     """
 
     tokens: tuple[int, ...]
@@ -109,10 +108,12 @@ class Rollout:
 
 
 def parse_prompt(row: Row, form: Format) -> Prompt:
-    """{"prompt": text or "messages": [{role, content}], "answer": any value}; it may have "system", "source" and "tools".
+    """Parse {"prompt": text or "messages": [{role, content}], "answer": any value}.
+
+    It may have "system", "source" and "tools".
 
     Raises:
-        ValueError: a field that is missing, unknown or malformed; a text that the tokenizer has no ids for.
+        ValueError: a field is missing, unknown or malformed; the tokenizer has no ids for a text.
     """
     fields, extra = form.fields(row, "train")
     messages, source = conversation(fields, form.system, row), None
@@ -129,9 +130,9 @@ def parse_prompt(row: Row, form: Format) -> Prompt:
 
 
 def parse_example(row: Row, form: Format) -> Example:
-    """{"prompt": text or messages, "answer": the same}, {"messages": [..., an answer]} or {"text": text}, to imitate.
+    """Parse {"prompt": text or messages, "answer": the same}, {"messages": [...]} or {"text": text}.
 
-    `messages` may stand for `prompt`. Of `messages` without an "answer" each turn of the assistant is learned, unless
+    `messages` may replace `prompt`. Of `messages` without an "answer", each turn of the assistant has loss, unless
     `form.mask_history`.
 
     Raises:
@@ -155,9 +156,9 @@ def parse_example(row: Row, form: Format) -> Example:
 
 
 def parse_pair(row: Row, form: Format) -> Pair:
-    """{"prompt": text or messages, "chosen": the same, "rejected": the same}; it may have "system", a text.
+    """Parse {"prompt": text or messages, "chosen": the same, "rejected": the same}; may have "system".
 
-    Messages of an answer may have those of the prompt before them; then "prompt" may be left out. `messages` may stand for it.
+    An answer's messages may repeat those of the prompt; then "prompt" may be missing. `messages` may replace it.
 
     Raises:
         ValueError: as `parse_prompt`, or equal answers.
@@ -183,7 +184,7 @@ def parse_pair(row: Row, form: Format) -> Pair:
 
 
 def parse_answer(row: Row, form: Format) -> Answer:
-    """{"prompt": text or messages, "answer": the same, "label": true or false}; 1 is true, 0 and -1 are false.
+    """Parse {"prompt": text or messages, "answer": the same, "label": true (1) or false (0, −1)}.
 
     Raises:
         ValueError: as `parse_prompt`, or another label.
@@ -209,13 +210,13 @@ def _check_weights(answers: Sequence[Message]) -> None:
 
 
 def parse_rollout(row: Row, vocab_size: int, own: Sequence[Field] = ()) -> Rollout:
-    """{"tokens": [ids], "logprobs": [floats], "group": integer, and "reward" or "advantage": float}.
+    """Parse {"tokens": [ids], "logprobs": [floats], "group": integer, "reward" or "advantage": float}.
 
-    Beside them it may have "staleness" and "run", integers, "segments", one integer a log-prob, "mask", 0 or 1 a log-prob, and
-    "sample_mask", 0 or 1; and has `own`, the user's own fields, one number each or one a log-prob.
+    It may have "staleness", "run" and "sample_mask" (0 or 1), and for each log-prob "segments" (an integer) and "mask" (0 or
+    1). It has the user's `own` fields: one number, or one for each log-prob.
 
     Raises:
-        ValueError: a field that is missing, unknown or malformed.
+        ValueError: a field is missing, unknown or malformed.
     """
     pick(without_own(row, own), ROLLOUT_FIELDS, {})
     tokens, logprobs = numbers_of(row, "tokens", integer=True), numbers_of(row, "logprobs")
@@ -257,7 +258,7 @@ def parse_rollout(row: Row, vocab_size: int, own: Sequence[Field] = ()) -> Rollo
 
 
 def _one_each(row: Row, key: str, count: int) -> tuple[int, ...]:
-    """A field of integers, one for each of so many log-probs."""
+    """Read `count` integers, one for each log-prob."""
     values = tuple(map(int, numbers_of(row, key, integer=True)))
     if len(values) != count:
         raise ValueError(f"{key!r} has {len(values)} values for {count} 'logprobs'; their numbers must be equal")
@@ -286,7 +287,7 @@ def _mask(row: Row, count: int, segments: Sequence[int] | None) -> tuple[int, ..
 
 
 def write_rollouts(path: Path, rollouts: Iterable[Rollout]) -> None:
-    """JSONL of what `parse_rollout` reads."""
+    """Write JSONL for `parse_rollout`."""
     lines = []
     for rollout in rollouts:
         value = ("advantage", rollout.advantage) if rollout.reward is None else ("reward", rollout.reward)

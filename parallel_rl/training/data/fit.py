@@ -1,4 +1,4 @@
-"""Records that do not fit a run: too long, or a pair without two different answers. They are refused, dropped or cut."""
+"""Refuse, drop or cut records that do not fit a run: too long, or a pair with equal answers."""
 
 from __future__ import annotations
 
@@ -17,12 +17,10 @@ WARN_SHARE = 0.1
 
 @dataclass(frozen=True)
 class Unfit:
-    """Records of a source that did not fit.
+    """Counts of a source's records that did not fit.
 
     Attributes:
-        checked: records that were looked at.
-        dropped: of them, records that were left out.
-        cut: of them, records that were shortened.
+        checked, dropped, cut: numbers of records.
         longest: tokens of the longest sequence before that.
     """
 
@@ -40,7 +38,7 @@ class Unfit:
 
 
 def longest_that_fits(room: Callable[[int], None], most: int) -> int:
-    """The greatest number of tokens up to `most` that `room` does not refuse; 0: none.
+    """Return the most tokens, up to `most`, that `room` accepts; 0: none.
 
     >>> def room(tokens):
     ...     if tokens > 7:
@@ -60,13 +58,10 @@ def longest_that_fits(room: Callable[[int], None], most: int) -> int:
 
 
 def shorten(record: RecordT, limit: int, new: int) -> RecordT:
-    """Cut a record to `limit` tokens, with `new` sampled ones behind a prompt.
+    """Cut a record to `limit` tokens, with `new` sampled ones behind a prompt; ValueError if none is left.
 
-    A prompt of RL loses its first tokens. An example or a pair loses the end of its answers, as in TRL's `keep_start`; where
-    the prompt leaves no room for a learned token, the prompt loses its first tokens, too.
-
-    Raises:
-        ValueError: the limit leaves no prompt or no learned token.
+    A prompt of RL loses its first tokens. An example or a pair loses the end of its answers, as in TRL's `keep_start`; if the
+    prompt leaves no room for a token with loss, the prompt also loses its first tokens.
     """
     if isinstance(record, Prompt):
         if limit <= new:
@@ -86,7 +81,7 @@ def shorten(record: RecordT, limit: int, new: int) -> RecordT:
 
 
 def _first_learned(target: Target) -> int:
-    """Tokens up to the first learned one, that one included."""
+    """Count the tokens up to and including the first with loss."""
     return 1 if target.mask is None else target.mask.index(1) + 1
 
 

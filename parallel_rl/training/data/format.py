@@ -1,4 +1,4 @@
-"""Format of a source's rows: the columns of its fields, their checked numbers, its prompt and its tokenizer."""
+"""Read a source's rows: columns of its fields, checked numbers, prompt and tokenizer."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class UnfitRecord(ValueError):
 
     Attributes:
         kind: "too_long", or "invalid".
-        tokens: of its longest sequence, if it is too long.
+        tokens: of its longest sequence, if too long.
     """
 
     def __init__(self, message: str, kind: str, tokens: int = 0) -> None:
@@ -34,14 +34,14 @@ _ASKED = ("prompt", "messages", "text")
 
 @dataclass(frozen=True)
 class Format:
-    """The reading of one source's texts.
+    """How to read one source's texts.
 
     Attributes:
         tokenizer: of all text.
-        columns: of the fields that have other names; where there are any, a row may have more columns than its fields.
-        system: the system text of conversations that have none.
-        mask_history: of a conversation's answers the last alone is learned.
-        convert: from a record of another framework's form to the fields of its source and its other columns.
+        columns: names of fields' columns, if they differ; if set, a row may have other columns, too.
+        system: the system text of conversations without one.
+        mask_history: only a conversation's last answer has loss.
+        convert: another framework's record to this source's fields and other columns.
         own: the user's own fields.
     """
 
@@ -53,11 +53,7 @@ class Format:
     own: tuple[Field, ...] = ()
 
     def fields(self, row: Row, source: str) -> tuple[Fields, Fields]:
-        """Read the fields of a record of `source`, and its other columns.
-
-        Raises:
-            ValueError: see `pick`; or the record is not of the form that is converted.
-        """
+        """Split a record of `source` into fields and other columns; ValueError as `pick`, or for another form."""
         row = without_own(row, self.own)
         return self.convert(row) if self.convert else pick(row, FIELDS[source], self.columns)
 
@@ -69,7 +65,7 @@ def without_own(row: Row, own: Sequence[Field]) -> Row:
 
 
 def pick(row: Row, known: Sequence[str], columns: Mapping[str, str]) -> tuple[dict[str, object], dict[str, object]]:
-    """The fields of a row, and its other columns.
+    """Split a row into its fields and its other columns.
 
     >>> pick({"ask": "1+1=", "meta": {"key": "2"}, "id": 7}, ["prompt", "answer"], {"prompt": "ask", "answer": "meta.key"})
     ({'prompt': '1+1=', 'answer': '2'}, {'meta': {'key': '2'}, 'id': 7})
@@ -118,22 +114,13 @@ def unread(row: Row, known: Sequence[str], columns: Mapping[str, str]) -> list[s
 
 
 def _needed(known: Sequence[str], fields: Row) -> list[str]:
-    """The fields that are read by their own names beside `data.columns`; any other column of a field's name is foreign."""
+    """List the fields that are read by their own names even where `data.columns` names others."""
     prompt = () if not fields.keys().isdisjoint(_ASKED) else ("prompt",)
     return [name for name in (*prompt, "answer", "chosen", "rejected") if name in known]
 
 
 def field_of(fields: Row, key: str, row: Row | None = None) -> object:
-    """A field that must be there.
-
-    Args:
-        fields: from `pick`.
-        key: its name.
-        row: the columns among which the message looks for the nearest.
-
-    Raises:
-        ValueError: it is missing.
-    """
+    """Return a required field of `fields`; ValueError names the nearest column of `row` if it is missing."""
     if key not in fields:
         near = [name for name in row or () if nearest(key, [name]).startswith("did")]
         raise ValueError(
@@ -143,11 +130,7 @@ def field_of(fields: Row, key: str, row: Row | None = None) -> object:
 
 
 def text_of(fields: Row, key: str, row: Row | None = None) -> str:
-    """A text that is not empty.
-
-    Raises:
-        ValueError: it is missing, or no text.
-    """
+    """Return a text; ValueError if it is missing, empty or no text."""
     value = field_of(fields, key, row)
     if not isinstance(value, str) or not value:
         raise ValueError(f"{key!r} = {brief(value)} is not valid; a text that is not empty is needed")
@@ -171,7 +154,7 @@ Own = tuple[float | tuple[float, ...], ...]
 
 
 def own_values(row: Row, fields: Sequence[Field], count: int = 0) -> Own:
-    """Read the values of the user's own fields, in order: a number of the sequence, or `count` of its tokens."""
+    """Read the user's own fields in order: a number of the sequence, or `count` numbers of its tokens."""
     values: list[float | tuple[float, ...]] = []
     for declared in fields:
         name, integer = declared.name, declared.dtype == "integer"
@@ -197,11 +180,11 @@ def _as_numbers(value: object, declared: Field) -> object:
 
 
 def numbers_of(row: Row, key: str, integer: bool = False) -> Sequence[float]:
-    """Read a list of finite numbers; ValueError names the first that is none."""
+    """Read a list of finite numbers; ValueError names the first other value."""
     items = field_of(row, key)
     if not isinstance(items, list):
         raise ValueError(f"{key!r} = {brief(items)} is not valid; a list is needed")
-    # thousands of them in each row: one by one only where one is wrong
+    # a row has thousands: test one by one only to name a wrong one
     if not (all_int64(items) if integer else all_finite(items)):
         for index, item in enumerate(items):
             checked_number(item, f"{key}[{index}]", integer)

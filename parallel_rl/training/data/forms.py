@@ -1,4 +1,4 @@
-"""Record forms of other frameworks, recognised by their columns and converted to this package's fields."""
+"""Recognise record forms of other frameworks by their columns and convert them to this package's fields."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ class RecordForm:
     Attributes:
         name: in `data.form`.
         title: in reports.
-        sources: that it is a form of.
-        needs: columns that every record has.
-        convert: from a record to the fields of its source.
-        may: further columns that are read, where they are there.
+        sources: that may have it.
+        needs: columns of every record.
+        convert: a record to the fields of its source.
+        may: optional columns.
         aside: patterns of columns that are not read.
-        fits: whether the values of those columns are of this form.
+        fits: tests the values of those columns.
     """
 
     name: str
@@ -40,11 +40,7 @@ class RecordForm:
     fits: Callable[[Row], bool] = lambda row: True
 
     def read(self, row: Row) -> tuple[Fields, Fields]:
-        """Convert a record to the fields of its source and its other columns.
-
-        Raises:
-            ValueError: a column that the form needs is missing, one is unknown, or a value is malformed.
-        """
+        """Split a record into its fields and other columns; ValueError for missing, unknown or malformed ones."""
         missing = [name for name in self.needs if name not in row]
         if missing or (unknown := self.unknown(row)):
             fault = f"the column {missing[0]!r} is missing" if missing else f"the column {unknown[0]!r} is unknown"
@@ -55,16 +51,16 @@ class RecordForm:
         return self.convert(row), {key: value for key, value in row.items() if key not in (*self.needs, *self.may)}
 
     def unknown(self, row: Row) -> list[str]:
-        """The columns that this form neither reads nor leaves aside."""
+        """List columns that this form neither reads nor leaves aside."""
         others = [key for key in row if key not in (*self.needs, *self.may)]
         return [key for key in others if not any(fnmatchcase(key, pattern) for pattern in self.aside)]
 
     def begins(self, row: Row) -> bool:
-        """Whether a record has all columns that this form needs."""
+        """Return whether a record has all columns that this form needs."""
         return all(name in row for name in self.needs)
 
     def matches(self, row: Row) -> bool:
-        """Whether a record has the columns of this form, and no unknown ones."""
+        """Return whether a record has the columns of this form, and no unknown ones."""
         return self.begins(row) and not self.unknown(row) and self.fits(row)
 
     def describe(self, row: Row) -> str:
@@ -83,15 +79,15 @@ def _no_own(source: str) -> Sequence[Field]:
 
 
 def find_forms(config: DataConfig, files: Mapping[str, Sequence[DataFile]], own: OwnFields = _no_own) -> Forms:
-    """Choose the form of each source from its first record, with its description; a source of our own fields has none.
+    """Choose and describe the form of each source from its first record; none for this package's fields.
 
     Args:
         config: the section `data`.
         files: of each source.
-        own: the user's own fields of a source; a form has other columns beside them.
+        own: the user's own fields of a source, which are no part of a form.
 
     Raises:
-        ValueError: a first record has the columns of several forms, or none of the sources can have `data.form`.
+        ValueError: a first record matches several forms, or no source can have `data.form`.
     """
     sources = [source for source in FIELDS if files.get(source) and not config.columns_of(source)]
     if config.form and not any(
@@ -111,10 +107,10 @@ def find_forms(config: DataConfig, files: Mapping[str, Sequence[DataFile]], own:
 
 
 def left_aside(config: DataConfig, files: Mapping[str, Sequence[DataFile]], own: OwnFields = _no_own) -> dict[str, str]:
-    """Describe what the first record of each source holds that is not read: columns beside data.columns, keys of messages.
+    """Describe the unread parts of each source's first record: other columns, keys of messages.
 
     Raises:
-        ValueError: a column that is nearly the name of a missing field.
+        ValueError: a column is nearly the name of a missing field.
     """
     notes = {}
     for source in FIELDS:
@@ -139,7 +135,7 @@ def left_aside(config: DataConfig, files: Mapping[str, Sequence[DataFile]], own:
 
 
 def read_of(forms: Forms, source: str) -> Callable[[Row], tuple[Fields, Fields]] | None:
-    """The conversion of a source's records; None: they have our own fields."""
+    """Return the conversion of a source's records; None for this package's own fields."""
     return forms[source][0].read if source in forms else None
 
 
@@ -167,7 +163,7 @@ def _choose(config: DataConfig, source: str, row: Row, file: DataFile) -> Record
 
 
 def _first(file: DataFile, own: Sequence[Field]) -> Row | None:
-    """The first record of a file, without the user's own fields; None if it has none or is malformed, which checks name."""
+    """Return a file's first record without the user's own fields; None if it has none or is malformed."""
     step = stretch(file.size)
     try:
         for unit in range(file.units(step)):  # of a map that leaves records out, the first that stays

@@ -1,4 +1,4 @@
-"""Parsers of the rows of each source."""
+"""Build the parsers of each source's rows."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from parallel_rl.training.tokenizer.protocol import Tokenizer
 
 
 class Parsers(NamedTuple):
-    """A row to a record, by source."""
+    """Functions from a row to a record, by source."""
 
     train: Callable[[Row], Prompt]
     held_out: Callable[[Row], Prompt]
@@ -40,7 +40,7 @@ class Parsers(NamedTuple):
 
 
 def parsers(config: TrainConfig, tokenizer: Tokenizer, forms: Forms | None = None) -> Parsers:
-    """Build the parsers of a run's sources, whose records have the forms of `find_forms`; None: this package's own."""
+    """Build the parsers of a run's sources for the forms of `find_forms`; None: this package's own fields."""
     data, forms = config.data, forms or {}
     form = {
         name: Format(
@@ -69,11 +69,7 @@ def parsers(config: TrainConfig, tokenizer: Tokenizer, forms: Forms | None = Non
 
 
 def _solutions(config: TrainConfig, form: Format) -> Callable[[Row], Solution]:
-    """Build the parser of solutions, whose steps end with the token that the loss scores.
-
-    Raises:
-        ValueError: the separator ends with another token.
-    """
+    """Build the parser of solutions; ValueError if their separator does not end with the scored token."""
     if config.sft is None or config.sft.source != "solutions":
         return partial(parse_solution, form=form, separator=())
     separator, options = form.tokenizer.encode(config.data.step_separator), config.sft.loss.options
@@ -87,7 +83,7 @@ def _solutions(config: TrainConfig, form: Format) -> Callable[[Row], Solution]:
 
 
 def _rewarded_prompt(row: Row, form: Format, rewards: Mapping[str | None, object]) -> Prompt:
-    """A prompt whose source has a reward."""
+    """Parse a prompt and check that its source has a reward."""
     prompt = parse_prompt(row, form)
     if None not in rewards and prompt.source not in rewards:
         what = (

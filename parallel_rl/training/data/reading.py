@@ -1,4 +1,4 @@
-"""Reading of a run's data: each source is indexed and checked before any work, every rank on its part of the records."""
+"""Index and check each source before any work, every rank its part of the records."""
 
 from __future__ import annotations
 
@@ -34,18 +34,17 @@ Record = Prompt | Example | Pair | Answer | Solution | Rollout
 def read_datasets(
     config: TrainConfig, tokenizer: Tokenizer, files: Files, room: Callable[[int], None] = lambda tokens: None
 ) -> Datasets:
-    """Indexes the files and checks their records, each rank its part of them; called by every rank, with or without a world.
+    """Index the files and check their records, each rank a part; every rank calls it.
 
     Args:
         config: the run.
         tokenizer: of all text.
         files: from `find_data`.
-        room: refuses a sequence of so many tokens where the model has no room for it.
+        room: refuses a sequence of so many tokens if the model has no room for it.
 
     Raises:
-        ValueError: on every rank: a malformed line or row (by file and number), one that has no room, a
-            prompt in both `train` and `held_out`, recorded rollouts that do not fill
-            steps with whole groups.
+        ValueError: on every rank: a malformed line or row (by file and number), a sequence without room, a prompt in both
+            `train` and `held_out`, or recorded rollouts that do not fill steps with whole groups.
     """
     open_in_turn([file for group in files.values() for file in group])
     reader, own = _Reader(config, files, room), config.own_fields
@@ -80,7 +79,7 @@ def read_datasets(
 
 
 class _Reader:
-    """Opens and checks one source after the other, and keeps what is known of all."""
+    """Opens and checks sources one after the other, and collects their notes."""
 
     def __init__(self, config: TrainConfig, files: Files, room: Callable[[int], None]) -> None:
         self.longest, self.checked, self.notes = 0, dict[str, float](), defaultdict[str, list[str]](list)
@@ -93,7 +92,7 @@ class _Reader:
         return self._check(name, records) if len(records) else records
 
     def held_out(self, parse: Callable[[Row], Prompt]) -> tuple[Records[Prompt], TextSet]:
-        """Held-out prompts, with the set of them all: each evaluation reads every one."""
+        """Read held-out prompts and the set of their texts; each evaluation reads all of them."""
         records, mine = self._open("held_out", parse), list[NDArray[np.uint64]]()
         if len(records):
             records = self._check(
@@ -103,7 +102,7 @@ class _Reader:
         return records, TextSet(np.concatenate(keys))
 
     def answers(self, parse: Callable[[Row], Answer]) -> Records[Answer]:
-        """Labelled answers, with a note on the weights that their numbers suggest."""
+        """Read labelled answers, with a note on suggested weights."""
         records, labels = self._open("answers", parse), np.zeros(2, np.int64)
 
         def count(_: int, batch: Sequence[Answer]) -> None:
@@ -118,7 +117,7 @@ class _Reader:
         return records
 
     def rollouts(self, parse: Callable[[Row], Rollout]) -> Records[Rollout]:
-        """Checked for what concerns several of them, too."""
+        """Read recorded rollouts, and check them across records."""
         records, rl = self._open("rollouts", parse), self._config.rl
         if rl is None or not len(records):
             return records
@@ -201,7 +200,7 @@ class _Reader:
 
 
 class _UnfitRow(NamedTuple):
-    """A record that does not fit, and why, if that is refused."""
+    """A record that does not fit, with the reason if that is refused."""
 
     block: int
     row: int
@@ -211,7 +210,7 @@ class _UnfitRow(NamedTuple):
 
 
 def _refuse(rows: Sequence[_UnfitRow], checked: int) -> None:
-    """Raise the first of the records that do not fit, with their number and what may become of them."""
+    """Raise the error of the first record that does not fit, with their number and the options for them."""
     if not rows:
         return
     first = rows[0]
@@ -221,7 +220,7 @@ def _refuse(rows: Sequence[_UnfitRow], checked: int) -> None:
 
 
 def label_note(good: int, bad: int, options: Mapping[str, object]) -> str:
-    """The numbers of labels, and the weights that KTO's authors suggest for them (arXiv 2402.01306).
+    """Describe the label counts, and the weights that KTO's authors suggest for them (arXiv 2402.01306).
 
     >>> label_note(40, 40, {})
     '40 desirable, 40 undesirable'
@@ -246,7 +245,7 @@ def label_note(good: int, bad: int, options: Mapping[str, object]) -> str:
 
 
 def lengths_of(record: Record, new: int) -> list[int]:
-    """Tokens of the sequences that a run makes of a record, of a prompt once, with `new` sampled ones at most."""
+    """Return the tokens of a record's sequences (a prompt once) with at most `new` sampled tokens."""
     if isinstance(record, Prompt):
         return [len(record.tokens) + new]
     if isinstance(record, Example | Answer | Solution):
@@ -275,7 +274,7 @@ def _uniform(
 
 
 def _check_number(size: int, count: int, steps: int) -> None:
-    """Recorded rollouts fill `steps` steps of `count` sequences, over and over if need be, without a shift."""
+    """Check that rollouts fill `steps` steps of `count` sequences, repeated if needed, without a shift."""
     if size < count or (size < steps * count and size % count):
         raise ValueError(
             f"data.rollouts has {size} sequences; rl.prompts × group_size = {count} a step, for {steps} steps, "

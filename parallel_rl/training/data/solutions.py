@@ -1,4 +1,4 @@
-"""Solutions whose steps are labelled, for process reward models: records in TRL's stepwise form."""
+"""Solutions with labelled steps, for process reward models: records in TRL's stepwise form."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Solution:
     Attributes:
         prompt: ids.
         target: the steps; its mask is 1 at the last token of each.
-        labels: of each step, 1 for a good one and 0 for a bad one; soft labels lie between.
+        labels: 1 for a good step and 0 for a bad one; soft labels lie between.
     """
 
     prompt: tuple[int, ...]

@@ -166,11 +166,7 @@ def freeze_copy(engine: Engine) -> torch.nn.Module:
 
 
 def load_first_weights(engine: Engine) -> None:
-    """Load the weights of the folder `model.hf`, if set.
-
-    Raises:
-        ValueError: the folder is incomplete or contradicts its config.json; on all ranks.
-    """
+    """Load the weights of `model.hf`, if set; ValueError on all ranks if they do not fit its config.json."""
     if engine.config.model.hf is not None:
         fill_hf([engine.model], engine.config.model.hf)
 

@@ -78,16 +78,13 @@ class Learner:
     def balance(
         self, rows: SamplesT, parts: int = 1, together: int = 1, beside: Sequence[Samples] = ()
     ) -> tuple[SamplesT, list[int]]:
-        """Rebalance rows over data ranks if `batch.tokens` is set (see `balance`); else leave them.
+        """Rebalance rows if `batch.tokens` is set (see `balance`); return them, and the number in each part.
 
         Args:
             rows: equal parts, one per optimizer step.
             parts: number of parts.
             together: adjacent rows that stay on one rank and in one micro-batch.
             beside: this rank's extra rows in each part.
-
-        Returns:
-            the rows, part after part, and the number in each.
         """
         if self.capacity is None:
             return rows, [len(rows) // parts] * parts
@@ -121,11 +118,7 @@ class Learner:
         return micro_batches(rows, bins, packing=packing, unit=unit, device=device, row_unit=row_unit)
 
     def update(self, batches: Sequence[MicroBatch], done: int) -> StepResult:
-        """Make one optimizer step on this data rank's micro-batches, after `done` of the phase's `updates`.
-
-        Raises:
-            ValueError: a gradient norm that is not finite or a spike, unless the config skips such steps.
-        """
+        """Make one optimizer step of the phase's `updates`; ValueError if the gradient norm is refused."""
         rate, clip, spike = learning_rate(self.config, done, self.updates), self.config.clip, self.config.spike
         loss_fn, dump = self.loss_fn, self.dump
         with nullcontext(loss_fn) if dump is None else dump.around(loss_fn, done, self.engine.groups) as step_loss:
@@ -180,16 +173,16 @@ class Learner:
         sums = [sum(batch.computed for batch in batches), sum(batch.tokens for batch in batches), padded, len(batches)]
         by_rank = all_gather(torch.tensor(sums, device=self.engine.device), groups.data).double().cpu()
         computed, trained, total_padded, packed_rows = by_rank.sum(0).tolist()
-        found: StepMetrics = {}
+        metrics: StepMetrics = {}
         if self.capacity is not None:
-            found |= {
+            metrics |= {
                 "packing_efficiency": computed / (packed_rows * self.capacity.usable),
                 "padding_fraction": 1 - computed / total_padded,
                 "data_imbalance": float(by_rank[:, 0].max() / by_rank[:, 0].mean()),
             }
         if shares:
-            found |= {"tokens_computed": computed, "tokens_trained": trained, "shared": 1 - computed / trained}
-        return found
+            metrics |= {"tokens_computed": computed, "tokens_trained": trained, "shared": 1 - computed / trained}
+        return metrics
 
     def _score(
         self,
@@ -200,10 +193,10 @@ class Learner:
     ) -> Tensor:
         """Compute [K, N, S] from a score of micro-batches, [K, B, S] or [B, S]."""
         batches = self._batches(rows, together, scored)
-        found = score(batches)
-        count = found[0].shape[0] if found and found[0].dim() == 3 else 1
+        scores = score(batches)
+        count = scores[0].shape[0] if scores and scores[0].dim() == 3 else 1
         out = torch.zeros(count, *rows.input_ids.shape, dtype=self.engine.float_dtype)
-        for batch, part in zip(batches, found, strict=True):
+        for batch, part in zip(batches, scores, strict=True):
             for each, x in zip(out, part.view(count, *part.shape[-2:]), strict=True):
                 each[batch.indices] = fit(x, out.shape[2]).cpu()
         return out
@@ -226,17 +219,17 @@ def combine_updates(results: Sequence[StepResult]) -> StepMetrics:
     """
     combined: StepMetrics = {}
     extrema = {"_min": min, "_max": max}
-    made = [result for result in results if not result.skipped]
-    for name in made[0].metrics if made else ():
-        of_updates = [result.metrics[name] for result in made]
+    applied = [result for result in results if not result.skipped]
+    for name in applied[0].metrics if applied else ():
+        of_updates = [result.metrics[name] for result in applied]
         extremum = next((pick for suffix, pick in extrema.items() if name.endswith(suffix)), None)
         whole = 1 if name.startswith("tokens_") else len(of_updates)
         combined[name] = sum(of_updates) / whole if extremum is None else extremum(of_updates)
     if "tokens_trained" in combined:
         combined["shared"] = 1 - combined["tokens_computed"] / combined["tokens_trained"]
-    if made:
-        combined["grad_norm"] = sum(result.grad_norm for result in made) / len(made)
-    if len(made) < len(results):
-        combined["skipped_updates"] = float(len(results) - len(made))
+    if applied:
+        combined["grad_norm"] = sum(result.grad_norm for result in applied) / len(applied)
+    if len(applied) < len(results):
+        combined["skipped_updates"] = float(len(results) - len(applied))
     combined["tokens"] = float(sum(result.tokens for result in results))
     return combined

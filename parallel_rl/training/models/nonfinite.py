@@ -59,11 +59,11 @@ def where_nonfinite(engine: Engine, loss_fn: LossFn, batches: Sequence[MicroBatc
                     mine.append(f"data rank {engine.groups.dp_rank}, micro-batch {index}: {what}")
         return mine
 
-    found = list(dict.fromkeys(line for lines in gather_results(find) for line in lines))
-    if not found:
+    all_lines = list(dict.fromkeys(line for lines in gather_results(find) for line in lines))
+    if not all_lines:
         return ": every score and field is finite, the backward is not"
-    more = f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
-    return f"; not finite: {'; '.join(found[:_SHOWN])}{more} (on {dist.get_world_size()} ranks)"
+    more = f" and {len(all_lines) - _SHOWN} more" if len(all_lines) > _SHOWN else ""
+    return f"; not finite: {'; '.join(all_lines[:_SHOWN])}{more} (on {dist.get_world_size()} ranks)"
 
 
 def _rows(x: Tensor, batch: MicroBatch) -> list[int]:

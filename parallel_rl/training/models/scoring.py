@@ -138,11 +138,11 @@ def with_teacher_topk(
 
     def collect(output: Tensor, index: int) -> dict[str, Tensor]:
         batch = batches[index]
-        found = teacher_topk(
+        fields = teacher_topk(
             batch.loss_input(output, head), batch.data, k, groups.tp_rank, groups.tensor, groups.context,
             layout=batch.input.layout, vocab_size=engine.vocab_size, temperature=temperature,
         )  # fmt: skip
-        return {name: x.to(engine.float_dtype) if x.is_floating_point() else x for name, x in found.items()}
+        return {name: x.to(engine.float_dtype) if x.is_floating_point() else x for name, x in fields.items()}
 
     with fused_head(engine, teacher) as head:
         outputs = forward_batches(engine, teacher, batches, collect)

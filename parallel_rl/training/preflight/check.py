@@ -1,4 +1,4 @@
-"""Check a run from its config alone, on a host without GPUs: layout, reward, folder, files and their first records."""
+"""Check a run from its config alone, without GPUs: layout, reward, folder, files and their first records."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ from parallel_rl.training.tokenizer.protocol import Tokenizer
 
 
 def check_run(config: TrainConfig, world_size: int) -> str:
-    """Check a run that `world_size` ranks shall make, in seconds; the rest of its data is checked when it starts.
+    """Check a run on `world_size` ranks within seconds; the run itself checks the rest of its data.
 
     Returns:
-        the layout and the folder, as in "TP 2 × CP 2 × PP 1 × DP 8, float32, writes to runs/grpo"; and lines if
-        no step is left, and on records that were not parsed.
+        the layout and the folder, as in "TP 2 × CP 2 × PP 1 × DP 8, float32, writes to runs/grpo"; more lines if no step
+        is left or if records were not parsed.
 
     Raises:
-        ValueError: the world does not match the layout, a reward that cannot be found, a folder that cannot be written, data
-            files that are missing or begin with a bad record, checkpoints that do not fit.
+        ValueError: the world does not match the layout, the reward is missing, the folder is not writable, data files are
+            missing or begin with a bad record, or checkpoints do not fit.
     """
     check_layout(config, world_size)
     if config.rl is not None and config.data.rollouts is None:
@@ -66,7 +66,7 @@ def check_run(config: TrainConfig, world_size: int) -> str:
 
 
 def _unknown_sources(config: TrainConfig, files: Files) -> tuple[str, ...]:
-    """List the sources that cannot be parsed without the loss: all, if the alphabet comes from one of them."""
+    """List the sources that need the loss to be parsed: all, if the alphabet comes from one of them."""
     unknown = config.unknown_sources
     if config.tokenizer.alphabet == AUTO and not FIELDS.keys().isdisjoint(unknown):
         return tuple(files)
@@ -74,18 +74,14 @@ def _unknown_sources(config: TrainConfig, files: Files) -> tuple[str, ...]:
 
 
 def _is_left_to_ranks(name: str | None) -> bool:
-    """Whether the ranks will import the module of `data.map`, and this process does not."""
+    """Return whether only the ranks import the module of `data.map`."""
     if name is None or name.partition(":")[0] in sys.modules:
         return False
     return is_left("data.map", name.replace(":", "."))
 
 
 def check_first_records(config: TrainConfig, tokenizer: Tokenizer, files: Files) -> None:
-    """Parse the first records of each file, which show most mistakes of a config without reading the rest.
-
-    Raises:
-        ValueError: a malformed line or row, by file and number.
-    """
+    """Parse the first records of each file; ValueError with file and number for a malformed one."""
     parse = parsers(config, tokenizer, find_forms(config.data, files, config.own_fields))
     left_aside(config.data, files, config.own_fields)
     for name, data_files in files.items():

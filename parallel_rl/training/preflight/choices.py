@@ -1,4 +1,4 @@
-"""Choices that a run would get on this machine, and why: layers, attention, statistics, backend, optimizer."""
+"""Choices of a run on this machine and their reasons: layers, attention, statistics, backend, optimizer."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from parallel_rl.vocab.backends.choice import runs_on_triton
 
 
 class Choice(NamedTuple):
-    """A part of the run, what it would be and why, and what would be better; empty where nothing is."""
+    """A part of the run: the choice, its reason, and a better choice; empty if there is none."""
 
     part: str
     text: str
@@ -26,7 +26,7 @@ class Choice(NamedTuple):
 
 
 def choices(config: TrainConfig) -> Iterator[Choice]:
-    """Name what the run would be made of."""
+    """List the run's parts on this machine."""
     cuda, name = torch.cuda.is_available(), config.run.dtype
     dtype = DTYPES[name]
     layers = layers_here(dtype)
@@ -48,7 +48,7 @@ def choices(config: TrainConfig) -> Iterator[Choice]:
 
 
 def run_facts(config: TrainConfig) -> RunFacts:
-    """Return the facts of a run by which megatron-core's known faults reach it; the trainer has neither heads nor sinks."""
+    """Return the facts that decide which faults of megatron-core a run reaches; it has no MTP or sinks."""
     sizes, balanced = config.parallel, config.model.experts is not None and config.model.aux_loss > 0
     return RunFacts(
         sizes.tensor, sizes.context, sizes.sequence_parallel, balanced=balanced, packed=config.batch.packing,

@@ -1,4 +1,4 @@
-"""The data of a run without its model: what each step reads, how fast, how full its micro-batches are, in how much memory."""
+"""Read a run's data without its model: records, speed, fill of micro-batches and memory of each step."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from parallel_rl.training.preflight.sizes import check_layout, length_check
 
 @dataclass(frozen=True)
 class Reading:
-    """A source that a phase reads, shuffled or in the order of its files: `count` records of `name` each step."""
+    """A source that a phase reads, shuffled or in file order: `count` records of `name` each step."""
 
     phase: str
     steps: int
@@ -34,8 +34,11 @@ class Reading:
 
 @dataclass(frozen=True)
 class Progress:
-    """After `step` steps of a phase: records and tokens (of prompts: with all tokens that may be sampled), seconds, the mean
-    part of the micro-batches' room that tokens fill, and resident bytes."""
+    """Counters after `step` steps of a phase.
+
+    Tokens include all that may be sampled behind a prompt. `filled` is the mean fraction of micro-batches that tokens fill,
+    `memory` the resident bytes.
+    """
 
     phase: str
     step: int
@@ -47,7 +50,7 @@ class Progress:
 
 
 def readings(config: TrainConfig) -> list[Reading]:
-    """The readings of a run, phase by phase and source by source."""
+    """List the readings of a run, phase by phase and source by source."""
     return [
         Reading(phase.name, phase.steps, name, count, shuffled=name != "rollouts")
         for phase in phases(config)
@@ -58,15 +61,15 @@ def readings(config: TrainConfig) -> list[Reading]:
 def dry_run(
     config: TrainConfig, steps: int | None = None, say: Callable[[str], None] = lambda text: None
 ) -> Iterator[Progress]:
-    """Checks the data as a run does, then reads what the steps of each phase read; reports at 1, 10, 100, ... and the last.
+    """Check the data as a run does, then read each step's records; yield progress at 1, 10, ..., last.
 
     Args:
         config: the run; its data parallel size is `parallel.data`, or 1.
-        steps: of each phase, in place of the config's.
+        steps: of each phase, instead of the config's.
         say: gets a line for each source, when all are checked.
 
     Raises:
-        ValueError: what `train` would refuse before its first step, or data that is wrong where it is read.
+        ValueError: `train` would refuse the config or the data, or a record is wrong.
     """
     sizes = config.parallel
     ranks = sizes.data or 1
@@ -83,7 +86,7 @@ def dry_run(
 
 
 def resident() -> int:
-    """Bytes of memory that this process has now; where the system does not tell, the most that it has had."""
+    """Return this process's resident bytes now, or their maximum if the system reports only that."""
     try:
         pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
     except OSError:
@@ -112,14 +115,14 @@ def _phase(config: TrainConfig, data: Datasets, reading: Reading, steps: int, ra
 
 
 def _rows(config: TrainConfig, reading: Reading) -> int:
-    """Sequences that a record gives."""
+    """Return the number of sequences made from a record."""
     if config.preference is not None and reading.name == config.preference.source:
         return config.preference.rows
     return config.rl.group_size if config.rl is not None and reading.name == "train" else 1
 
 
 def _lengths(config: TrainConfig, batch: Sequence[Record], index: int, rows: int) -> list[int]:
-    """The lengths of the sequences that a record of a step gives."""
+    """Return the lengths of the sequences made from a step's record."""
     record = batch[index]
     found = lengths_of(record, config.sampling.max_new_tokens)
     if not isinstance(record, Pair):
@@ -132,7 +135,7 @@ def _lengths(config: TrainConfig, batch: Sequence[Record], index: int, rows: int
 
 
 def _room(config: TrainConfig, lengths: Sequence[int], together: int, ranks: int) -> int:
-    """Tokens that the micro-batches of a step have room for."""
+    """Return the tokens that the micro-batches of a step hold at most."""
     capacity = Capacity.of_config(config.batch, config.parallel)
     if capacity is not None:
         units = [sum(lengths[first : first + together]) for first in range(0, len(lengths), together)]

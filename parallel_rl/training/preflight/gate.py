@@ -1,4 +1,4 @@
-"""The gate before a long run: every rank is up, groups and pipeline neighbours communicate, the run's losses are right."""
+"""The gate before a long run: all ranks are up, groups and pipeline neighbours communicate, losses are right."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ _MESSAGE = 1 << 16  # numbers that neighbours exchange: as many as take the way 
 
 
 def pass_gate(config: TrainConfig, seconds: float) -> None:
-    """Check that all ranks are up, the layout's groups are formed, and the run's own losses obey the law on them.
+    """Check that all ranks are up, form the layout's groups, and check the run's losses on them.
 
-    The groups stay for the run. What is not done `seconds` after the last rank came up ends this process with status 1 and
+    The run keeps the groups. `seconds` after the last rank came up, an unfinished check ends this process with status 1 and
     names the ranks and hosts that are behind.
 
     Raises:
-        ValueError: ranks or the rendezvous are missing; a world that does not match the layout.
-        RuntimeError: groups that are wrong, see `check_groups`; a loss that breaks the law, see `check_losses`.
+        ValueError: ranks or the rendezvous are missing, or the world does not match the layout.
+        RuntimeError: see `check_groups` and `check_losses`.
     """
     began = time.monotonic()
     if (world := int(os.environ.get("WORLD_SIZE", "1"))) > 1:
@@ -59,11 +59,10 @@ def pass_gate(config: TrainConfig, seconds: float) -> None:
 
 
 def check_in(seconds: float) -> dist.Store:
-    """Wait until every rank of torchrun's world has reported, before any process group; return their store.
+    """Wait for every rank of torchrun's world, before any process group; return their store.
 
     Raises:
-        ValueError: none more came up in `seconds` and some are missing: which ranks, and on which host where Slurm tells; on
-            all ranks alike.
+        ValueError: on all ranks: some are missing and none came in the last `seconds`; names them, and under Slurm their hosts.
     """
     world = int(os.environ["WORLD_SIZE"])
     try:
@@ -90,11 +89,7 @@ def check_in(seconds: float) -> dist.Store:
 
 
 def check_groups(config: ParallelConfig, seed: int = 0, timeout: float = 1800.0) -> None:
-    """Form the groups of the layout, count their ranks, and let pipeline neighbours exchange.
-
-    Raises:
-        RuntimeError: a rank found a group of another size, or a neighbour that it cannot exchange with; on all ranks.
-    """
+    """Form the layout's groups, and count and test them; RuntimeError on all ranks if one is wrong."""
     tick("forming the groups")
     start_groups(config, seed, timeout)
     device = current_device()
@@ -119,7 +114,7 @@ def check_groups(config: ParallelConfig, seed: int = 0, timeout: float = 1800.0)
 
 @contextlib.contextmanager
 def _ends(store: dist.Store, what: str, stage: str, at: float, seconds: float) -> Iterator[None]:
-    """Ends the process where what is inside hangs: a collective that a rank does not come to would wait far longer."""
+    """End the process if the body hangs; a collective that a rank never enters would wait far longer."""
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 
     def end() -> None:
@@ -147,7 +142,7 @@ def _missing(store: dist.Store, stage: str, ranks: Iterable[int]) -> list[int]:
 
 
 def _exchange(pipeline: dist.ProcessGroup, device: torch.device) -> str:
-    """Send each rank's number to its pipeline neighbours and back, as activations and gradients go; return what went wrong."""
+    """Send each rank's number to its pipeline neighbours and back; return the error, or ""."""
     ranks, place, rank = dist.get_process_group_ranks(pipeline), dist.get_rank(pipeline), dist.get_rank()
     wrong = []
     for turn in (0, 1):  # pairs that share no rank at a time, so that a broken one holds up no other
@@ -170,7 +165,7 @@ def _exchange(pipeline: dist.ProcessGroup, device: torch.device) -> str:
 
 
 def _named(ranks: Sequence[int]) -> str:
-    """Ranks, with their nodes where torchrun's numbering and Slurm tell them."""
+    """List ranks, with their nodes if torchrun's numbering and Slurm reveal them."""
     text = f"rank {', '.join(map(str, ranks))}"
     size = os.environ.get("LOCAL_WORLD_SIZE")
     hosts = os.environ.get("PARALLEL_RL_HOSTS", "").split()

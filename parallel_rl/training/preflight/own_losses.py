@@ -1,4 +1,4 @@
-"""The losses that a run trains on, as the trainer builds them, through the law's kit on the run's own layout and groups."""
+"""Check a run's losses, as the trainer builds them, on the run's own layout and groups."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ _TOLERANCE = 1e-9
 
 
 def own_loss(config: TrainConfig) -> Given:
-    """The loss of the main phase with its options, temperature and truncation."""
+    """Return the loss of the main phase with its options, temperature and truncation."""
     return own_losses(config)[0]
 
 
 def own_losses(config: TrainConfig) -> list[Given]:
-    """The losses of all phases and of the critic, the main one first; token ids are those of the kit's small vocabulary."""
+    """Return the losses of all phases, the main one first, and the critic's, on the kit's vocabulary."""
     main, *others = reversed(phases(config))
     found = [_built(main.loss, config.sampling if config.rl is not None else None)]
     found += [_built(phase.loss) for phase in others]
@@ -51,13 +51,13 @@ def _built(chosen: LossConfig, sampling: SamplingConfig | None = None) -> Given:
 
 
 def check_losses(config: TrainConfig) -> list[str]:
-    """Compare the run's losses with one process on a small batch, on Megatron's groups as they are; return their names.
+    """Compare the run's losses with one process, on Megatron's present groups; return their names.
 
-    Loss, gradient and metrics on rows of the run's kind (padded, packed, prefix trees), in one and in three micro-batches, from
-    logits or, with `model.fused_head`, from hidden states too.
+    Compares loss, gradient and metrics on rows of the run's kind (padded, packed, prefix trees), in one and in three
+    micro-batches, from logits and, with `model.fused_head`, from hidden states.
 
     Raises:
-        RuntimeError: what breaks the law, with the diagnosis; on all ranks.
+        RuntimeError: on all ranks: a loss breaks the law; has the diagnosis.
     """
     sizes, groups = config.parallel, ParallelGroups.from_megatron()
     data = data_parallel_size(sizes, dist.get_world_size())

@@ -1,4 +1,4 @@
-"""A run's model and layout as `parallel-rl plan` reads them."""
+"""A run's model and layout for `parallel-rl plan`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from parallel_rl.training.data.datasets import find_data
 from parallel_rl.training.data.reading import read_datasets
 from parallel_rl.training.preflight.sizes import length_check
 
-# a field of the plan's layout, and the key of a config that sets it
+# field of the plan's layout: config key
 _KEYS = {
     "tensor": "parallel.tensor",
     "context": "parallel.context",
@@ -33,10 +33,10 @@ def planned(path: str, given: Mapping[str, object] | None = None) -> Source:
     """Read the sizes and the layout of a run's config.
 
     Args:
-        given: fields of the layout that go before the config's.
+        given: fields of the layout that override the config's.
 
     Raises:
-        ValueError: a config that is not valid, or that asks for what the plan does not count.
+        ValueError: the config is not valid, or has a feature that the plan does not count.
     """
     over = [f"--{_KEYS[name]}={str(value).removeprefix('torch.').lower()}" for name, value in (given or {}).items()]
     config = load_config(path, over)
@@ -53,7 +53,7 @@ def planned(path: str, given: Mapping[str, object] | None = None) -> Source:
 
 
 def _records_that_do_not_fit(config: TrainConfig) -> tuple[str, ...]:
-    """Describe the data of a run that drops or cuts records; empty if it refuses them."""
+    """Describe that the run drops or cuts records; empty if it refuses them."""
     if config.data.too_long == config.data.invalid == "error":
         return ()
     files = find_data(config.data)
@@ -62,7 +62,7 @@ def _records_that_do_not_fit(config: TrainConfig) -> tuple[str, ...]:
 
 
 def model_shape(config: TrainConfig) -> ModelShape:
-    """The sizes of the policy of a run, its vocabulary padded as the trainer pads it."""
+    """Return the sizes of a run's policy, with the vocabulary padded as by the trainer."""
     model, unit = config.model, config.model.vocab_multiple * config.parallel.tensor
     tokens = settle_alphabet(config, find_data(config.data)).tokenizer.build().vocabulary
     words = model.vocabulary(tokens).size

@@ -1,4 +1,4 @@
-"""Check that a run's folder can be written: by this process, and by one rank of every node."""
+"""Check that this process, and one rank of every node, can write a run's folder."""
 
 from __future__ import annotations
 
@@ -13,11 +13,7 @@ from parallel_rl.agreement import on_first_rank, raise_on_all_ranks
 
 
 def check_writable(folder: Path) -> None:
-    """Refuse a run's folder that cannot be made or written.
-
-    Raises:
-        ValueError: it, or the nearest folder above it that exists, is not a folder that this user may write to.
-    """
+    """Raise ValueError if a run's folder cannot be made or written."""
     there = _existing(folder)
     try:
         with tempfile.TemporaryFile(dir=there):
@@ -27,11 +23,7 @@ def check_writable(folder: Path) -> None:
 
 
 def check_on_every_node(folder: Path) -> None:
-    """Refuse a run's folder that a node cannot write, or that is not one folder on all nodes; collective over the world.
-
-    Raises:
-        ValueError: on all ranks, with the hosts.
-    """
+    """Raise ValueError on all ranks if a node cannot write the run's folder, or if it is not shared."""
     if dist.get_world_size() == int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size())):
         return  # one node
     sign, host = on_first_rank(lambda: _leave_sign(folder), f"run.dir = {str(folder)!r} cannot be used")
@@ -58,18 +50,14 @@ def check_on_every_node(folder: Path) -> None:
 
 
 def _leave_sign(folder: Path) -> tuple[str, str]:
-    """Write a file where the folder is or will be; return its name and this host's."""
+    """Write a file into the folder or where it will be; return its name and this host's."""
     check_writable(folder)
     with tempfile.NamedTemporaryFile(dir=_existing(folder), prefix=".run-dir-", delete=False) as file:
         return Path(file.name).name, socket.gethostname()
 
 
 def _existing(folder: Path) -> Path:
-    """Return the folder, or the nearest one above it that exists.
-
-    Raises:
-        ValueError: none of them can be a folder.
-    """
+    """Return the folder, or the nearest one above it that exists; ValueError if none can be a folder."""
     there = folder.absolute()
     try:
         while not there.exists() and there != there.parent:

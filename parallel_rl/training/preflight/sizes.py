@@ -1,4 +1,4 @@
-"""Checks that the sizes of a config, its data and its world go together, before any work."""
+"""Check a config's sizes against its data and its world, before any work."""
 
 from __future__ import annotations
 
@@ -14,11 +14,7 @@ from parallel_rl.training.tokenizer.protocol import Vocabulary
 
 
 def check_layout(config: TrainConfig, world_size: int) -> None:
-    """Check that each batch is divisible by the data parallel ranks of the world.
-
-    Raises:
-        ValueError: one is not, or the world does not match the layout.
-    """
+    """Raise ValueError if the world does not match the layout, or its data ranks do not divide a batch."""
     ranks = data_parallel_size(config.parallel, world_size)
     batches = [
         (f"{name}.batch_size", section.batch_size)
@@ -36,11 +32,10 @@ def check_layout(config: TrainConfig, world_size: int) -> None:
 
 
 def check_vocabulary(config: TrainConfig, tokenizer: Vocabulary) -> Vocabulary:
-    """Return the token ids that the model draws from; those of the tokenizer are among them, sampling keeps no more, and a
-    teacher's are as many.
+    """Return the model's token ids, after checking the tokenizer, sampling and the teacher against them.
 
     Raises:
-        ValueError: the model has too few, sampling would keep more than there are, or the teacher's folder has others.
+        ValueError: the model has too few, sampling would keep more than all, or the teacher has a different number.
     """
     vocabulary = config.model.vocabulary(tokenizer)
     try:
@@ -58,9 +53,9 @@ def check_vocabulary(config: TrainConfig, tokenizer: Vocabulary) -> Vocabulary:
 
 
 def length_check(config: TrainConfig) -> Callable[[int], None]:
-    """A check that raises ValueError if the model or a micro-batch has no room for a sequence of so many tokens.
+    """Return a check that raises ValueError if the model or a micro-batch has no room for so many tokens.
 
-    If the run trains on preferences, a micro-batch needs room for all rows of a record.
+    For preference losses a micro-batch needs room for all rows of a record.
     """
     sizes, packing, most = config.parallel, config.batch.packing, config.model.max_positions
     unit = width_unit(tensor=sizes.tensor, context=sizes.context, sequence_parallel=sizes.sequence_parallel)
@@ -86,7 +81,7 @@ def length_check(config: TrainConfig) -> Callable[[int], None]:
 
 
 def layout_text(config: TrainConfig, engine: Engine) -> str:
-    """The layout of a run, its rows and its share of the weights, in a line."""
+    """Describe a run's layout, its rows and its share of the weights, in a line."""
     sizes, batch = config.parallel, config.batch
     weights = sum(parameter.numel() for parameter in engine.bare.parameters())
     layout = f"TP {sizes.tensor} × CP {sizes.context} × PP {sizes.pipeline} × DP {engine.groups.dp_size}"

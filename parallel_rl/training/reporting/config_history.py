@@ -75,7 +75,7 @@ def _text(value: object) -> str:
 
 
 def _keep(folder: Path, text: str) -> Path:
-    numbers = [int(found[1]) for path in folder.iterdir() if (found := _NAME.fullmatch(path.name))]
+    numbers = [int(match[1]) for path in folder.iterdir() if (match := _NAME.fullmatch(path.name))]
     path = folder / f"config.{max(numbers, default=0) + 1}.yaml"
     write_whole(path, f"{_HEAD}{time.strftime('%Y-%m-%d %H:%M:%S')}\n{text}")
     return path

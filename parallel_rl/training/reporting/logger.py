@@ -62,9 +62,10 @@ _LOGGERS: dict[str, Registered] = {}
 def register_logger(
     name: str, *, package: str | None = None
 ) -> Callable[[Callable[[RunInfo], Logger]], Callable[[RunInfo], Logger]]:
-    """Register a maker of a `Logger` from a `RunInfo`, by its name in `run.loggers`; a decorator.
+    """Register a maker of a `Logger` from a `RunInfo` by its name in `run.loggers`; a decorator.
 
-    A module that does so is imported by `parallel-rl train --import MODULE`.
+    `parallel-rl train --import MODULE` imports the module that does so. `package` must be installed for it. ValueError for a
+    name that is taken.
 
     >>> @register_logger("doc_lines")
     ... class Lines:
@@ -76,12 +77,6 @@ def register_logger(
     ...     def close(self) -> None: ...
     >>> registered()["doc_lines"].make(RunInfo(Path("runs/one"), {"run": {}})).lines
     ['1 sections']
-
-    Args:
-        package: a module that must be installed for it.
-
-    Raises:
-        ValueError: the name is taken.
     """
     if name in _LOGGERS:
         raise ValueError(f"logger {name!r} is registered already")

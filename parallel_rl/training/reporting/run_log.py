@@ -126,7 +126,7 @@ class RunLog:
             self._loggers.text(phase, step, title, text)
 
     def phase(self, name: str, steps: int, done: int) -> None:
-        """Begin a phase of `steps` steps, of which `done` are done."""
+        """Begin a phase of `steps` steps after `done` of them."""
         self._heading = ""
         self._steps, self._first, self._began = steps, done, time.monotonic()
         if self._bar is not None:

@@ -103,8 +103,8 @@ class MLflow:
 
         self._client = MlflowClient()
         name = os.environ.get("MLFLOW_EXPERIMENT_NAME", _PROJECT)
-        found = self._client.get_experiment_by_name(name)
-        experiment = self._client.create_experiment(name) if found is None else found.experiment_id
+        known = self._client.get_experiment_by_name(name)
+        experiment = self._client.create_experiment(name) if known is None else known.experiment_id
         self._id = info.run_id("mlflow", lambda: self._begin(experiment, info))
         self._client.update_run(self._id, status="RUNNING")
         self._client.log_dict(self._id, dict(info.config), "config.yaml")
@@ -223,4 +223,4 @@ class Loggers:
             if name not in self._warned:
                 self._warned.add(name)
                 what = f"{type(error).__name__}: {error}".splitlines()[0]
-                self._warn(f"warning: the logger {name!r} failed, the run goes on (said once): {what}")
+                self._warn(f"warning: the logger {name!r} failed; it warns once, and the run continues: {what}")

@@ -1,4 +1,4 @@
-"""The policy's weights for inference servers: a Hugging Face folder per version, the newest two of which stay."""
+"""The policy's weights for inference servers: a Hugging Face folder per version; the newest two stay."""
 
 from __future__ import annotations
 
@@ -23,8 +23,7 @@ def write_policy(engine: Engine, version: int) -> Path:
     Every path is new, even after a restart, since engines may cache by path. Folders are published whole.
 
     Raises:
-        RuntimeError: the folder cannot be written; on every rank.
-        ValueError: a model of no Hugging Face family; on every rank.
+        RuntimeError, ValueError: on every rank: the folder cannot be written, or the model has no Hugging Face family.
     """
     tick("writing the policy")
     parent = Path(engine.config.run.dir).absolute() / "policy"

@@ -93,21 +93,20 @@ class RemoteRollouts:
         known = (self._asked.get(sample) for sample in sample_ids)
         missing = [
             (sample, prompt)
-            for sample, prompt, asked in zip(sample_ids, prompts, known, strict=True)
-            if asked is None or asked.prompt != _mark(prompt)
+            for sample, prompt, request in zip(sample_ids, prompts, known, strict=True)
+            if request is None or request.prompt != _mark(prompt)
         ]
         new = self._ask([prompt for _, prompt in missing], [sample for sample, _ in missing], self._sampling)
-        self._asked |= {sample: asked for (sample, _), asked in zip(missing, new, strict=True)}
+        self._asked |= {sample: request for (sample, _), request in zip(missing, new, strict=True)}
 
     def forget(self, wanted: Collection[int]) -> None:
         """Drop requests that are not among `wanted`, after a change of layout."""
-        self._asked = {sample: asked for sample, asked in self._asked.items() if sample in wanted}
+        self._asked = {sample: request for sample, request in self._asked.items() if sample in wanted}
 
     def take(self, prompts: Sequence[Sequence[int]], sample_ids: Sequence[int]) -> Taken:
-        """Take one completion of each of N prompts, N ≥ 0; every rank calls it, data replicas get the same.
+        """Take a completion for each of N ≥ 0 prompts, alike on data replicas; every rank calls it.
 
-        Raises:
-            ValueError: a server failed, or used a version other than sent; on all ranks.
+        ValueError on all ranks if a server failed or used other weights than sent.
         """
 
         def ask() -> list[_Asked]:
@@ -124,19 +123,15 @@ class RemoteRollouts:
         self, prompts: Sequence[Sequence[int]], sample_ids: Sequence[int], seed: int, *, greedy: bool = False
     ) -> Taken:
         """Draw completions for evaluation, sampled or greedy; same contract as `take`."""
-        own = replace(self._sampling, seed=seed)
-        sampling = replace(own, temperature=0.0, top_k=None, top_p=None) if greedy else own
+        seeded = replace(self._sampling, seed=seed)
+        sampling = replace(seeded, temperature=0.0, top_k=None, top_p=None) if greedy else seeded
         with self._ending():
             return self._draw(prompts, lambda: self._ask(prompts, sample_ids, sampling))
 
     def bring(self, version: int) -> None:
-        """Send the trainer's weights, `version` optimizer steps old, if updates are on; every rank calls it.
+        """Send the weights of `version` if updates are on, after samples in flight; every rank calls it.
 
-        Samples in flight finish first, so that each has one policy.
-
-        Raises:
-            ValueError: on every rank: the weights could not be written; a server refused, did not answer or reports another
-                version.
+        ValueError on every rank: the weights could not be written; a server refused, did not answer or has another version.
         """
         if self._weights is None or (self.updated and self._version == version):
             return
@@ -157,9 +152,9 @@ class RemoteRollouts:
             if self.updated:
                 self._drop()
         done = [
-            (sample, asked.prompt, _known(asked))
-            for sample, asked in sorted(self._asked.items())
-            if asked.future.done() and asked.future.exception() is None and asked.future.result().fault is None
+            (sample, request.prompt, _known(request))
+            for sample, request in sorted(self._asked.items())
+            if request.future.done() and request.future.exception() is None and request.future.result().fault is None
         ]
         facts = [[sample, mark, one.version, one.stopped, len(one.tokens)] for sample, mark, one in done]
         return {
@@ -188,8 +183,8 @@ class RemoteRollouts:
     def _draw(self, prompts: Sequence[Sequence[int]], ask: Callable[[], list[_Asked]]) -> Taken:
         """Draw the samples of `ask` on all data replicas; request again if a server lost its weights."""
         for _ in range(_RESTARTS):
-            taken = ask() if self._sharing.asks else []
-            completions = self._await(taken)
+            requests = ask() if self._sharing.asks else []
+            completions = self._await(requests)
             if not (lost := self._lost()):
                 break
             self._give_again(lost)
@@ -198,9 +193,9 @@ class RemoteRollouts:
                 f"the completion servers {', '.join(lost)} lost the trainer's weights {_RESTARTS} times while the same samples "
                 f"were drawn: something else than rl.server.update restarts them or gives them weights"
             )
-        raise_on_all_ranks(lambda: self._check_versions(taken, completions), self._all_groups)
-        own = [[len(one.tokens), one.version, self._place(one)] for one in completions]
-        facts = self._sharing.spread(torch.tensor(own, dtype=torch.int64).view(-1, 3), (len(prompts), 3))
+        raise_on_all_ranks(lambda: self._check_versions(requests, completions), self._all_groups)
+        local = [[len(one.tokens), one.version, self._place(one)] for one in completions]
+        facts = self._sharing.spread(torch.tensor(local, dtype=torch.int64).view(-1, 3), (len(prompts), 3))
         width = int(facts[:, 0].max()) if len(prompts) else 0
         values = torch.zeros(len(completions), 2, width, dtype=torch.float64)  # a token's id is exact in float64
         for row, one in enumerate(completions):
@@ -221,28 +216,28 @@ class RemoteRollouts:
             self._server.close()
             raise
 
-    def _await(self, taken: Sequence[_Asked]) -> list[Completion]:
+    def _await(self, requests: Sequence[_Asked]) -> list[Completion]:
         """Wait for this rank's completions on all ranks; ValueError on every rank if one failed."""
-        well = self._sharing.wait([asked.future for asked in taken])
+        well = self._sharing.wait([request.future for request in requests])
 
         def read() -> list[Completion]:
-            raise_first([asked.future for asked in taken])
-            return [_known(asked) for asked in taken] if well else []
+            raise_first([request.future for request in requests])
+            return [_known(request) for request in requests] if well else []
 
         completions = raise_on_all_ranks(read, self._all_groups)
         if not well:
             raise ValueError("the completion server failed another rank")
         return completions
 
-    def _check_versions(self, taken: Sequence[_Asked], completions: Sequence[Completion]) -> None:
+    def _check_versions(self, requests: Sequence[_Asked], completions: Sequence[Completion]) -> None:
         """Refuse samples of a version other than the server acknowledged."""
         if self._weights is None:
             return
-        for asked, one in zip(taken, completions, strict=True):
-            if one.version != asked.version:
+        for request, one in zip(requests, completions, strict=True):
+            if one.version != request.version:
                 raise ValueError(
                     f"completion server {one.url or ', '.join(self.config.urls)}: a sample is of version {one.version}, and "
-                    f"the server had acknowledged the trainer's version {asked.version}; is it several servers?"
+                    f"the server had acknowledged the trainer's version {request.version}; is it several servers?"
                 )
 
     def _place(self, one: Completion) -> int:
@@ -255,7 +250,7 @@ class RemoteRollouts:
 
     def _settle(self) -> None:
         """Wait for all requests in flight, and drop samples of lost weights; every rank calls it."""
-        futures = [asked.future for asked in self._asked.values()]
+        futures = [request.future for request in self._asked.values()]
         self._sharing.wait(futures, tolerant=True, stoppable=not self._ended)
         if (self._ended and self.updated) or self._lost():
             self._drop()
@@ -274,8 +269,8 @@ class RemoteRollouts:
         lost = on_first_rank(compare, "the versions of the servers' weights")
         if not lost:
             self._asked = {
-                sample: replace(asked, sure=asked.future.done()) if not asked.sure else asked
-                for sample, asked in self._asked.items()
+                sample: replace(request, sure=request.future.done()) if not request.sure else request
+                for sample, request in self._asked.items()
             }
         return lost
 
@@ -289,13 +284,13 @@ class RemoteRollouts:
         self._sharing.finish(self._weights.update(self._folder, self._version, lost) if first else [])
 
     def _drop(self) -> None:
-        self._asked = {sample: asked for sample, asked in self._asked.items() if asked.sure}
+        self._asked = {sample: request for sample, request in self._asked.items() if request.sure}
 
 
-def _known(asked: _Asked) -> Completion:
+def _known(request: _Asked) -> Completion:
     """Set the completion's policy version: the server's, else that of the weights last sent."""
-    completion = asked.future.result()
-    return completion if completion.version is not None else replace(completion, version=asked.version)
+    completion = request.future.result()
+    return completion if completion.version is not None else replace(completion, version=request.version)
 
 
 def _mark(prompt: Sequence[int]) -> int:

@@ -120,6 +120,6 @@ def _draw(
 def _exchange(engine: Engine, mine: range, fields: Sequence[Tensor]) -> None:
     """Exchange rows between context ranks in place, by summing tensors that are zero elsewhere."""
     for field in fields:
-        own = torch.zeros_like(field)
-        own[mine.start : mine.stop] = field[mine.start : mine.stop]
-        field.copy_(sum_over_groups(own, [engine.groups.context]))
+        part = torch.zeros_like(field)
+        part[mine.start : mine.stop] = field[mine.start : mine.stop]
+        field.copy_(sum_over_groups(part, [engine.groups.context]))

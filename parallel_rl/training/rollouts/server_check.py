@@ -30,9 +30,9 @@ def check_servers(config: TrainConfig, words: Vocabulary) -> None:
     server = config.server
     if server is None or server.update is None:
         return
-    asked = [Workers(1).submit(partial(_check, config, server, words))] if dist.get_rank() == 0 else []
-    wait_together(asked, config.run.timeout)
-    on_first_rank(lambda: [done.result() for done in asked], "the completion servers could not be asked")
+    checks = [Workers(1).submit(partial(_check, config, server, words))] if dist.get_rank() == 0 else []
+    wait_together(checks, config.run.timeout)
+    on_first_rank(lambda: [done.result() for done in checks], "the completion servers could not be asked")
 
 
 def _check(config: TrainConfig, server: ServerConfig, words: Vocabulary) -> None:

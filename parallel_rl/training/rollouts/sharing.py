@@ -44,10 +44,10 @@ def wait_together(futures: Sequence[Future], timeout: float, *, tolerant: bool =
         mine = [_FAILED if failed else _WAITING if left else 0, preemption.asked(), any_server_away()]
         state = torch.tensor(mine, device=device)
         dist.all_reduce(state, dist.ReduceOp.MAX)
-        outcome, asked, away = state.tolist()
+        outcome, stopping, away = state.tolist()
         if outcome != _WAITING:
             return outcome != _FAILED
-        if stoppable and asked and away:
+        if stoppable and stopping and away:
             raise Unavailable("asked to stop while a server is away")
 
 
@@ -70,8 +70,8 @@ class Sharing:
 
     def spread(self, values: Tensor, shape: tuple[int, ...]) -> Tensor:
         """Broadcast the requesting rank's values to its replicas, as a sum with zeros."""
-        own = values if self.asks else torch.zeros(shape, dtype=values.dtype)
-        return sum_over_groups(own, self.groups)
+        local = values if self.asks else torch.zeros(shape, dtype=values.dtype)
+        return sum_over_groups(local, self.groups)
 
     def finish(self, orders: Sequence[Future]) -> None:
         """Wait for the world's first rank's orders; ValueError on every rank if one failed, or Unavailable."""

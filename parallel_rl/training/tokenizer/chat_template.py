@@ -44,19 +44,13 @@ class ChatOptions:
 
 
 class ChatTemplate:
-    """Chat template, compiled and rendered in a bounded process of its own.
+    """Chat template, compiled and rendered in a bounded process; `where` it comes from is for messages.
 
     A rendering is bounded by 16 million characters, 512 MB and ten seconds. The process is restarted after a fork or a kill.
 
     >>> template = ChatTemplate("{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}", "this example")
     >>> template.render([{"role": "user", "content": "hi"}], answered=True)
     '<user>hi'
-
-    Args:
-        source: of the template.
-        where: it comes from, for messages.
-        variables: the tokenizer's special tokens, by their names.
-        options: the run's.
 
     Raises:
         ValueError: it is no template, or takes too much to compile.
@@ -167,21 +161,21 @@ def turns(
         if not said or place < len(conversation) - 1
     ]
     whole, *texts = template.render_all([(conversation, True), *prefixes], tools)
-    found: list[tuple[int, int]] = []
-    for place, asked, said in zip(places, texts[::2], [*texts[1::2], whole], strict=False):
-        if not said.startswith(asked):
+    bounds: list[tuple[int, int]] = []
+    for place, prompt, said in zip(places, texts[::2], [*texts[1::2], whole], strict=False):
+        if not said.startswith(prompt):
             raise ValueError(
-                f"{template.where} does not write an answer behind its own prompt: {_end_of(asked)} is not where the answer "
+                f"{template.where} does not write an answer behind its own prompt: {_end_of(prompt)} is not where the answer "
                 "begins in the whole conversation; fix the template, or set tokenizer.variables"
             )
-        if not whole.startswith(said) or (found and len(asked) < found[-1][1]):
+        if not whole.startswith(said) or (bounds and len(prompt) < bounds[-1][1]):
             raise ValueError(
                 f"{template.where} writes messages[{place}], an answer, in another way when the conversation goes on: "
                 f"{_end_of(said)} does not begin the whole, so that not every answer can be learned in one sequence. "
                 "data.mask_history: true learns the last one only; tokenizer.template names one that keeps earlier answers"
             )
-        found.append((len(asked), len(said)))
-    for (begin, end), following in zip(found, [*found[1:], None], strict=True):
+        bounds.append((len(prompt), len(said)))
+    for (begin, end), following in zip(bounds, [*bounds[1:], None], strict=True):
         yield whole[begin:end], "" if following is None else whole[end : following[0]]
 
 

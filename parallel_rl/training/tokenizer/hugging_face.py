@@ -184,19 +184,19 @@ def _template(folder: Path, config: Mapping[str, object], options: ChatOptions) 
 
 def _templates(folder: Path, config: Mapping[str, object]) -> dict[str, str]:
     """Map names to a folder's template sources; files override tokenizer_config.json."""
-    given, found = config.get("chat_template"), dict[str, object]()
-    if isinstance(given, list):
-        found |= {str(one.get("name")): one.get("template") for one in given if isinstance(one, dict)}
-    elif given is not None:
-        found["default"] = given
+    entry, templates = config.get("chat_template"), dict[str, object]()
+    if isinstance(entry, list):
+        templates |= {str(one.get("name")): one.get("template") for one in entry if isinstance(one, dict)}
+    elif entry is not None:
+        templates["default"] = entry
     files = {path.stem: path for path in sorted((folder / "additional_chat_templates").glob("*.jinja"))}
     if (folder / "chat_template.jinja").is_file():
         files["default"] = folder / "chat_template.jinja"
-    found |= {name: path.read_text(encoding="utf-8") for name, path in files.items()}
-    for name, source in found.items():
+    templates |= {name: path.read_text(encoding="utf-8") for name, path in files.items()}
+    for name, source in templates.items():
         if not isinstance(source, str):
             raise ValueError(f"{folder}: the chat template {name!r} is {source!r:.80}; a text is needed")
-    return {name: str(source) for name, source in found.items()}
+    return {name: str(source) for name, source in templates.items()}
 
 
 def _read_json(path: Path) -> dict[str, object]:

@@ -55,7 +55,6 @@ class Tokenizer(Protocol):
         Args:
             messages: the prompt.
             answers: what follows, first and last from the assistant; each assistant turn trains, unless its `weight` is 0.
-            tools: as for `render`.
 
         Raises:
             ValueError: as `render`, or an answer that does not continue the conversation.
@@ -66,15 +65,7 @@ class Tokenizer(Protocol):
 
 
 def plain_text(messages: Sequence[Message], why: str, tools: Tools = None) -> str:
-    """Return the text of a conversation of a single user message.
-
-    Args:
-        why: other conversations have no form, for the message.
-        tools: must be None.
-
-    Raises:
-        ValueError: other messages, or tools.
-    """
+    """Return the text of a single user message; ValueError with `why` for other messages or tools."""
     if tools is not None:
         raise ValueError(f"{why}; tools need a chat template")
     return _only(messages, "user", why)

@@ -88,11 +88,11 @@ def environment(today: date | None) -> ImmutableSandboxedEnvironment:
         """Serialise without the HTML escapes of jinja2's own filter."""
         return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
-    made = Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols])
-    made.filters["tojson"] = tojson
-    made.globals |= {"raise_exception": raise_exception, "strftime_now": strftime_now}
-    del made.filters["random"], made.globals["lipsum"]  # every rank must render the same
-    return made
+    sandbox = Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols])
+    sandbox.filters["tojson"] = tojson
+    sandbox.globals |= {"raise_exception": raise_exception, "strftime_now": strftime_now}
+    del sandbox.filters["random"], sandbox.globals["lipsum"]  # every rank must render the same
+    return sandbox
 
 
 def compiled(source: str, today: date | None) -> tuple[Template | None, int, str]:

@@ -67,11 +67,11 @@ def run_forward(params: LinearParams, then: Callable[[Chunks, Forward], None] | 
     out = Forward(stats, table, table.new_zeros(total, 1) if by_rank else None, [])
 
     def arrive(chunk: _Chunk) -> None:
-        rows, made = params.rows.gathered(chunk.span), chunk.stats
-        if isinstance(made, Pending):
-            gathered = made.wait().view(-1, chunk.rows, 3 + shard.entropy + shard.sum_pi_squared)
-            made = combine_rows(gathered, params.spec(rows, params.columns), shard.backend)
-        for target, part in zip((*out.stats, table), made, strict=True):
+        rows, of_chunk = params.rows.gathered(chunk.span), chunk.stats
+        if isinstance(of_chunk, Pending):
+            gathered = of_chunk.wait().view(-1, chunk.rows, 3 + shard.entropy + shard.sum_pi_squared)
+            of_chunk = combine_rows(gathered, params.spec(rows, params.columns), shard.backend)
+        for target, part in zip((*out.stats, table), of_chunk, strict=True):
             if target is not None and part is not None:
                 put_rows(target, rows, part)
 
@@ -112,25 +112,25 @@ def _chunk(
         place = kept.values
     z, spec = params.logits(hidden, place, params.columns), params.spec(rows, params.columns)
     half = HalfLogits(*kept[1:]) if kept is not None and params.grad_in_operand_dtype else None  # type: ignore[arg-type]
-    asked, parts = (shard.entropy, shard.backend, shard.sum_pi_squared), None
+    outputs, parts = (shard.entropy, shard.backend, shard.sum_pi_squared), None
     if out.floor is None:
         params.drop_(z, rows, None)
         if group_size(shard.group) > 1:
-            parts = row_parts(z, spec, *asked, half)
+            parts = row_parts(z, spec, *outputs, half)
     else:
         floor = kept_floor(z, shard.at(rows))
         put_rows(out.floor, rows, floor)
-        parts = truncated_row_parts(z, floor, spec, *asked, half=half)
-    made: Pending | tuple[Tensor | None, ...]
+        parts = truncated_row_parts(z, floor, spec, *outputs, half=half)
+    result: Pending | tuple[Tensor | None, ...]
     if parts is None:  # a row's splits are combined at once
-        made = combined = row_stats(z, spec, *asked, half)
+        result = combined = row_stats(z, spec, *outputs, half)
         top = combined[4][:, :1]
     else:
-        made, top = all_gather_start(parts, shard.group), parts[:, :1]
+        result, top = all_gather_start(parts, shard.group), parts[:, :1]
     if half is None and kept is not None and kept.tops is not None:
         torch.clamp(top, min=torch.finfo(top.dtype).min, out=kept.tops)  # a row of −inf stays −inf
         torch.sub(z, kept.tops, out=kept.values)
-    return _Chunk(span, len(hidden), made)
+    return _Chunk(span, len(hidden), result)
 
 
 def _reserve(params: LinearParams, kept: list[KeptLogits | None], span: slice) -> KeptLogits:

@@ -98,11 +98,7 @@ class LMHeadInput:
         return self.hidden.new_zeros(()).expand(order.sequences, order.width, self.weight.shape[0])
 
     def check(self, group: ProcessGroup | None, vocab_size: int | None) -> None:
-        """Check shapes, dtypes and options, without reading a value.
-
-        Raises:
-            ValueError: shapes or dtypes that disagree, an unknown mode, a budget too small for one row.
-        """
+        """Check shapes, dtypes, mode and budget without reading a value; ValueError for a wrong one."""
         hidden, weight, bias = self.hidden, self.weight, self.bias
         for name, x in (("hidden", hidden), ("weight", weight), ("bias", bias)):
             check_plain(name, x)
@@ -177,8 +173,8 @@ class RowOrder:
         """Reorder [N, ...] from hidden rows to logits."""
         if self._alike:
             return x
-        own = self.width // self.parts, self.sequences
-        x = x.view(self.parts, *(own if self.sequence_first else own[::-1]), *x.shape[1:])
+        sizes = self.width // self.parts, self.sequences
+        x = x.view(self.parts, *(sizes if self.sequence_first else sizes[::-1]), *x.shape[1:])
         order = (2, 0, 1) if self.sequence_first else (1, 0, 2)
         return x.permute(*order, *range(3, x.dim())).flatten(0, 2)
 

@@ -35,9 +35,9 @@ _OF_GROUP = 3  # a chunk may take a third of its group's budget
 class Plan:
     """Chunks and tiles of every part's rows.
 
-    A row's statistics need all its logits, so forward projects `size` rows at a time. Each gradient pass writes the whole
-    weight gradient, so many rows share one: chunks are kept, in half the bytes, until they form a group. With known
-    statistics any columns do, so backward projects tiles of many rows.
+    Forward projects `size` rows at a time, as a row's statistics need all its logits. Each gradient pass writes the whole
+    weight gradient, so chunks are kept in half the bytes until they form a group. With known statistics any columns suffice, so
+    backward projects tiles of many rows.
 
     Attributes:
         size: rows of a chunk with whole logits.

@@ -79,7 +79,7 @@ def projected_rows(
     group, parts = shard.group, teacher.parts(shard.group)
     hidden = teacher.hidden.detach().flatten(0, -2)
     # where the teacher's hidden states hold each place: orders may differ, parts do not
-    own = teacher.row_order(group).to_logits(torch.arange(len(keep), device=hidden.device))
+    order = teacher.row_order(group).to_logits(torch.arange(len(keep), device=hidden.device))
     offset = group_rank(group) * rows.rows_per_part
     weight = teacher.weight.detach()[: shard.valid]
     bias = None if teacher.bias is None else teacher.bias.detach()[: shard.valid]
@@ -87,7 +87,7 @@ def projected_rows(
     def project(span: slice, at: Tensor) -> Tensor:
         if parts > 1:
             at = places[rows.own_gathered(span)]
-        there = own[at] - offset if parts > 1 else own[at]
+        there = order[at] - offset if parts > 1 else order[at]
         chosen = torch.where(keep[at, None], hidden[there], 0)
         if parts > 1:
             chosen = all_gather_start(chosen, group).wait()

@@ -190,8 +190,8 @@ def _output_grads(objective: Callable[[TokenStats], Tensor], order: RowOrder) ->
             if not value.requires_grad:
                 return (None, None, None)
             grads = iter(torch.autograd.grad(value, inputs, allow_unused=True))
-        given = [None if x is None else next(grads) for x in leaves]
-        a, b, c = (None if g is None else order.to_rows(g) for g in given)
+        grads_of_leaves = [None if x is None else next(grads) for x in leaves]
+        a, b, c = (None if g is None else order.to_rows(g) for g in grads_of_leaves)
         return a, b, c
 
     return gradients

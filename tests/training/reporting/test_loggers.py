@@ -111,8 +111,11 @@ class Broken:
 @pytest.mark.parametrize(
     ("config", "line"),
     [
-        ({"refuses": True}, "warning: the logger 'broken' failed, the run goes on (said once): SystemExit: no key"),
-        ({}, "warning: the logger 'broken' failed, the run goes on (said once): ConnectionError: two"),
+        (
+            {"refuses": True},
+            "warning: the logger 'broken' failed; it warns once, and the run continues: SystemExit: no key",
+        ),
+        ({}, "warning: the logger 'broken' failed; it warns once, and the run continues: ConnectionError: two"),
     ],
 )
 def test_a_failure_is_said_once(config: Mapping[str, object], line: str, tmp_path: Path) -> None:

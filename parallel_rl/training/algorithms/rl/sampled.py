@@ -39,10 +39,12 @@ def sampled_experience(session: Session, config: RLConfig, at: TrainProgress) ->
 
     drawn = draw_groups(draw, len(positions), config.group_size, config.dynamic_sampling, engine.groups)
     scored, first = ~drawn.rewards.isnan(), drawn.first_rewards
-    made = replace(Experience.of(drawn.samples), rewards=drawn.rewards.nan_to_num(0.0), sample_mask=drawn.keep & scored)
+    experience = replace(
+        Experience.of(drawn.samples), rewards=drawn.rewards.nan_to_num(0.0), sample_mask=drawn.keep & scored
+    )
     if config.record:
-        _record(engine, made, at.step)
-    return made, mean_over_ranks(first[~first.isnan()], engine.groups.data, engine.device)
+        _record(engine, experience, at.step)
+    return experience, mean_over_ranks(first[~first.isnan()], engine.groups.data, engine.device)
 
 
 def asked(session: Session, config: RLConfig, positions: Sequence[int]) -> tuple[list[Prompt], list[int]]:
@@ -87,14 +89,14 @@ def _draw(session: Session, config: RLConfig, step: int, positions: Sequence[int
     return samples.with_fields(group_ids=groups, sample_ids=torch.tensor(ids, dtype=torch.int64), **others), rewards
 
 
-def _record(engine: Engine, made: Experience, step: int) -> None:
+def _record(engine: Engine, experience: Experience, step: int) -> None:
     """Write one file per step and data rank; a step repeated after a resume replaces its own."""
-    where, fields = engine.groups, made.tensors()
+    where, fields = engine.groups, experience.tensors()
     if where.tp_rank or where.cp_rank or not is_last_stage():
         return
-    ends, starts = made.lengths.tolist(), (made.lengths - made.response_lengths).tolist()
+    ends, starts = experience.lengths.tolist(), (experience.lengths - experience.response_lengths).tolist()
     columns = [fields[name].tolist() for name in ("input_ids", "generation_logprobs", "group_ids", "rewards")]
-    columns.append(fields["staleness"].tolist() if "staleness" in fields else [None] * len(made))
+    columns.append(fields["staleness"].tolist() if "staleness" in fields else [None] * len(experience))
     columns.append([None if kept else 0 for kept in fields["sample_mask"].tolist()])
     rollouts = [
         Rollout(
@@ -112,11 +114,7 @@ def _record(engine: Engine, made: Experience, step: int) -> None:
 
 
 def ask_ahead(session: Session, config: RLConfig, at: TrainProgress) -> None:
-    """Send the weights if due, then request the first round of this step and of `ahead` more.
-
-    Raises:
-        ValueError: a server did not take the weights.
-    """
+    """Send the weights if due, then request samples for this step and `ahead` more; ValueError if refused."""
     served, server, step = session.served, config.server, at.step
     assert served is not None and server is not None
     if step % server.update_every == 0 or not served.updated:
@@ -130,25 +128,25 @@ def ask_ahead(session: Session, config: RLConfig, at: TrainProgress) -> None:
     served.forget(set(wanted))
 
 
-def mask_stale(session: Session, config: RLConfig, made: Experience) -> tuple[Experience, StepMetrics]:
+def mask_stale(session: Session, config: RLConfig, experience: Experience) -> tuple[Experience, StepMetrics]:
     """Mask samples of a policy too far away; return the metrics of staleness over all samples.
 
     Call it after the advantages, so that stale samples still count in the means of their groups. ValueError if none is left.
     """
-    staleness, group, device = made.others["staleness"], session.engine.groups.data, session.engine.device
-    assert config.server is not None and made.sample_mask is not None
+    staleness, group, device = experience.others["staleness"], session.engine.groups.data, session.engine.device
+    assert config.server is not None and experience.sample_mask is not None
     metrics: StepMetrics = {
         "staleness_mean": mean_over_ranks(staleness, group, device),
-        "staleness_max": float(max_over_ranks(int(staleness.abs().max()) if len(made) else 0, group, device)),
+        "staleness_max": float(max_over_ranks(int(staleness.abs().max()) if len(experience) else 0, group, device)),
     }
     most = config.server.max_staleness
     if most is None:
-        return made, metrics
+        return experience, metrics
     fresh = staleness.abs() <= most
     if not sum_over_ranks(int(fresh.sum()), group, device):
         raise ValueError(
             f"all samples of the step are further than rl.server.max_staleness = {most} optimizer steps from the policy (mean "
             f"{metrics['staleness_mean']:g}); raise it, or see that the servers get new weights (rl.server.update)"
         )
-    made = replace(made, sample_mask=made.sample_mask & fresh)
-    return made, {**metrics, "stale": mean_over_ranks((~fresh).double(), group, device)}
+    experience = replace(experience, sample_mask=experience.sample_mask & fresh)
+    return experience, {**metrics, "stale": mean_over_ranks((~fresh).double(), group, device)}

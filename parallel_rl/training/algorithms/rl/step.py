@@ -36,7 +36,7 @@ from parallel_rl.training.session import Session
 from parallel_rl.vocab.truncation import KEEP_ALL, Truncation
 
 
-def check_mismatch(session: Session, config: RLConfig, made: Experience, at: TrainProgress) -> StepMetrics:
+def check_mismatch(session: Session, config: RLConfig, experience: Experience, at: TrainProgress) -> StepMetrics:
     """Return the mean |log ratio| of sampler and policy over valid tokens with staleness 0, if any.
 
     ValueError on every rank if one server exceeds `max_mismatch`; a mean over all would hide it.
@@ -47,9 +47,9 @@ def check_mismatch(session: Session, config: RLConfig, made: Experience, at: Tra
     if server.max_mismatch is None or (served.compared and not recomputed):
         return {}
     served.compared = True
-    own = _own_logprobs(session, made) if not recomputed else made.prev_logprobs
-    assert own is not None
-    sums = _sums(session, made, own, len(server.urls))
+    logprobs = _own_logprobs(session, experience) if not recomputed else experience.prev_logprobs
+    assert logprobs is not None
+    sums = _sums(session, experience, logprobs, len(server.urls))
     for url, (total, count) in zip(server.urls, sums[:-1].tolist(), strict=True):
         if count and not total / count <= server.max_mismatch:  # false for NaN
             version = config.policy_version(at.step)
@@ -63,20 +63,20 @@ def check_mismatch(session: Session, config: RLConfig, made: Experience, at: Tra
     return {"mismatch": total / count} if count and recomputed else {}
 
 
-def _own_logprobs(session: Session, made: Experience) -> Tensor:
+def _own_logprobs(session: Session, experience: Experience) -> Tensor:
     sampling = session.engine.config.sampling
-    return session.policy.log_probs(made, temperature=sampling.temperature, truncation=sampling.truncation)
+    return session.policy.log_probs(experience, temperature=sampling.temperature, truncation=sampling.truncation)
 
 
-def _sums(session: Session, made: Experience, own: Tensor, servers: int) -> Tensor:
+def _sums(session: Session, experience: Experience, logprobs: Tensor, servers: int) -> Tensor:
     """Sum |log ratio| and tokens per server, unknown ones last: [servers + 1, 2] float64 on the host."""
-    assert made.generation_logprobs is not None and made.sample_mask is not None
-    fresh = (made.others["staleness"] == 0) & made.sample_mask.bool()
+    assert experience.generation_logprobs is not None and experience.sample_mask is not None
+    fresh = (experience.others["staleness"] == 0) & experience.sample_mask.bool()
     # −∞ is a token outside the policy's truncation; the loss masks it, too
-    valid = made.token_mask.bool() & fresh[:, None] & (own != -torch.inf)
-    distance = torch.where(valid, (own.double() - made.generation_logprobs.double()).abs(), 0.0)
+    valid = experience.token_mask.bool() & fresh[:, None] & (logprobs != -torch.inf)
+    distance = torch.where(valid, (logprobs.double() - experience.generation_logprobs.double()).abs(), 0.0)
     of_samples = torch.stack([distance.sum(1), valid.sum(1).double()], 1)
-    place = made.others["servers"] % (servers + 1)  # −1 is the last row
+    place = experience.others["servers"] % (servers + 1)  # −1 is the last row
     sums = torch.zeros(servers + 1, 2, dtype=torch.float64).index_add(0, place, of_samples)
     return group_sum(sums.to(session.engine.device), session.engine.groups.data).cpu()
 
@@ -101,28 +101,30 @@ def recorded_experience(session: Session, config: RLConfig, at: TrainProgress) -
     )
     keep = torch.tensor([record.sample_mask != 0 for record in batch])
     groups, ids = [record.group for record in mine], [first + index for index in indices]
-    made = Experience.of(samples).with_fields(group_ids=_ids(groups), sample_ids=_ids(ids), sample_mask=keep[indices])
+    experience = Experience.of(samples).with_fields(
+        group_ids=_ids(groups), sample_ids=_ids(ids), sample_mask=keep[indices]
+    )
     if "run_ids" in config.recorded_fields:
-        made = made.with_fields(run_ids=_ids([record.run or 0 for record in mine]))
-    own = [record.own for record in mine]
-    made = with_own_fields(made, own, engine.config.own_fields("rollouts"), engine.float_dtype)
+        experience = experience.with_fields(run_ids=_ids([record.run or 0 for record in mine]))
+    values = [record.own for record in mine]
+    experience = with_own_fields(experience, values, engine.config.own_fields("rollouts"), engine.float_dtype)
     if any(record.segments is not None for record in batch):
-        made = _with_turns(made, mine)
+        experience = _with_turns(experience, mine)
     if batch[0].reward is None:
         advantages = torch.tensor([float(record.advantage or 0.0) for record in mine], dtype=engine.float_dtype)
-        return replace(made, advantages=made.token_mask * advantages[:, None]), None
+        return replace(experience, advantages=experience.token_mask * advantages[:, None]), None
     rewards = torch.tensor([float(record.reward or 0.0) for record in batch], dtype=torch.float64)
-    return replace(made, rewards=rewards[indices].to(engine.float_dtype)), float(rewards[keep].mean())
+    return replace(experience, rewards=rewards[indices].to(engine.float_dtype)), float(rewards[keep].mean())
 
 
-def _with_turns(made: Experience, records: Sequence[Rollout]) -> Experience:
+def _with_turns(experience: Experience, records: Sequence[Rollout]) -> Experience:
     """Add the turn of each token; tokens of the environment carry no loss."""
-    turns = torch.zeros_like(made.input_ids)
+    turns = torch.zeros_like(experience.input_ids)
     for row, record in enumerate(records):
         if record.segments is not None:
             end = len(record.tokens)
             turns[row, end - len(record.segments) : end] = torch.tensor(record.segments)
-    return made.with_fields(token_mask=made.token_mask & (turns >= 0), segment_ids=turns)
+    return experience.with_fields(token_mask=experience.token_mask & (turns >= 0), segment_ids=turns)
 
 
 def demonstrations(session: Session, config: RLConfig, at: TrainProgress) -> Experience:
@@ -149,16 +151,16 @@ def rl_step(session: Session, config: RLConfig, at: TrainProgress) -> StepMetric
     policy, step = session.policy, at.step
     if session.served is not None:
         ask_ahead(session, config, at)
-    made, reward = (recorded_experience if session.data.rollouts else sampled_experience)(session, config, at)
+    experience, reward = (recorded_experience if session.data.rollouts else sampled_experience)(session, config, at)
     metrics: StepMetrics = {} if reward is None else {"reward": reward, **session.failures.metrics()}
-    made, sizes = policy.balance(made, config.updates)
-    made, kl = _with_advantages(session, config, made)
+    experience, sizes = policy.balance(experience, config.updates)
+    experience, kl = _with_advantages(session, config, experience)
     metrics |= kl
     if session.served is not None:
-        metrics |= check_mismatch(session, config, made, at)
-        made, staleness = mask_stale(session, config, made)
+        metrics |= check_mismatch(session, config, experience, at)
+        experience, staleness = mask_stale(session, config, experience)
         metrics |= staleness
-    parts = made.split(sizes)
+    parts = experience.split(sizes)
     done = step * config.updates
     if config.critic is not None:
         critic = session.critic
@@ -185,27 +187,27 @@ def rl_step(session: Session, config: RLConfig, at: TrainProgress) -> StepMetric
     return {**combine_updates(results), **metrics}
 
 
-def _with_advantages(session: Session, config: RLConfig, made: Experience) -> tuple[Experience, StepMetrics]:
+def _with_advantages(session: Session, config: RLConfig, experience: Experience) -> tuple[Experience, StepMetrics]:
     """Add log-probs, shaped rewards and advantages (recorded ones stay); return metrics of the KLs."""
     groups, controller, kl = session.engine.groups, session.kl_controller, StepMetrics()
-    made = made.with_fields(**ask_models(made, _models(session, config), config.reward_kl))
+    experience = experience.with_fields(**ask_models(experience, _models(session, config), config.reward_kl))
     if "teacher_token_logprobs" in config.advantages.needs:
-        kl |= _teacher_metrics(session, made)
-    raw = made.rewards
+        kl |= _teacher_metrics(session, experience)
+    raw = experience.rewards
     if raw is None:
-        return made, kl
-    last = made.input_ids.gather(1, made.lengths[:, None] - 1)[:, 0]
+        return experience, kl
+    last = experience.input_ids.gather(1, experience.lengths[:, None] - 1)[:, 0]
     ends = torch.tensor(sorted(session.tokenizer.vocabulary.ends))
-    made = replace(made, truncated=torch.isin(last, ends, invert=True))
-    made = replace(made, rewards=shape_rewards(made, raw, RewardShaping(overlong=config.overlong))[0])
+    experience = replace(experience, truncated=torch.isin(last, ends, invert=True))
+    experience = replace(experience, rewards=shape_rewards(experience, raw, RewardShaping(overlong=config.overlong))[0])
     if controller is not None:
-        assert made.kl is not None and made.sample_mask is not None
-        valid = made.token_mask & made.sample_mask[:, None]
-        mean = mean_over_ranks(made.kl[valid], groups.data, session.engine.device)
+        assert experience.kl is not None and experience.sample_mask is not None
+        valid = experience.token_mask & experience.sample_mask[:, None]
+        mean = mean_over_ranks(experience.kl[valid], groups.data, session.engine.device)
         kl |= {"kl_coefficient": controller.value}
         kl |= {} if math.isnan(mean) else {"reward_kl": mean}  # undefined if every sample is masked
-    estimates = compute_advantages(made.data(), config.advantages, groups, controller)
-    return replace(made, advantages=estimates.advantages, returns=estimates.returns), kl
+    estimates = compute_advantages(experience.data(), config.advantages, groups, controller)
+    return replace(experience, advantages=estimates.advantages, returns=estimates.returns), kl
 
 
 def _models(session: Session, config: RLConfig) -> Models:
@@ -213,7 +215,7 @@ def _models(session: Session, config: RLConfig) -> Models:
     policy, sampling, needs = session.policy, session.engine.config.sampling, {*config.advantages.needs}
 
     def log_probs(model: torch.nn.Module | None, rule: Truncation = KEEP_ALL) -> Callable[[Experience], Tensor]:
-        return lambda made: policy.log_probs(made, model, temperature=sampling.temperature, truncation=rule)
+        return lambda samples: policy.log_probs(samples, model, temperature=sampling.temperature, truncation=rule)
 
     whole, others = log_probs(None), {}
     if session.teacher is not None and "teacher_token_logprobs" in {*needs, *config.loss.requirements.names}:
@@ -221,13 +223,13 @@ def _models(session: Session, config: RLConfig) -> Models:
     if "sum_pi_squared" in needs:
 
         @lru_cache(maxsize=1)  # one pass gives both scores of the untruncated policy
-        def scores(made: Experience) -> tuple[Tensor, Tensor]:
-            return policy.log_probs_and_squares(made, temperature=sampling.temperature)
+        def scores(samples: Experience) -> tuple[Tensor, Tensor]:
+            return policy.log_probs_and_squares(samples, temperature=sampling.temperature)
 
-        whole, others["sum_pi_squared"] = (lambda made: scores(made)[0]), (lambda made: scores(made)[1])
-    own = log_probs(None, sampling.truncation) if sampling.truncation else whole
+        whole, others["sum_pi_squared"] = (lambda samples: scores(samples)[0]), (lambda samples: scores(samples)[1])
+    sampled = log_probs(None, sampling.truncation) if sampling.truncation else whole
     return Models(
-        policy_logprobs=own if config.recomputes_prev_logprobs else None,
+        policy_logprobs=sampled if config.recomputes_prev_logprobs else None,
         untruncated_logprobs=whole if sampling.truncation and needs & {"prev_logprobs", "kl"} else None,
         reference_logprobs=None if session.reference is None else log_probs(session.reference),
         values=None if session.critic is None else session.critic.values,
@@ -235,10 +237,10 @@ def _models(session: Session, config: RLConfig) -> Models:
     )
 
 
-def _teacher_metrics(session: Session, made: Experience) -> StepMetrics:
+def _teacher_metrics(session: Session, experience: Experience) -> StepMetrics:
     """Measure the mean log-ratio of policy and teacher on sampled tokens (reverse KL), and its mean size."""
-    fields, valid = made.data(), made.token_mask.bool()
-    valid = valid if made.sample_mask is None else valid & made.sample_mask.bool()[:, None]
+    fields, valid = experience.data(), experience.token_mask.bool()
+    valid = valid if experience.sample_mask is None else valid & experience.sample_mask.bool()[:, None]
     ratio = (fields.get("untruncated_logprobs", fields["prev_logprobs"]) - fields["teacher_token_logprobs"])[valid]
     group, device = session.engine.groups.data, session.engine.device
     means = (mean_over_ranks(x, group, device) for x in (ratio, ratio.abs()))

@@ -1,1 +1,1 @@
-"""Records of any number in bounded memory: files by patterns, an index of blocks, reads on demand, the order a function."""
+"""Records of any number in bounded memory: file patterns, a block index, reads on demand, a fixed order."""

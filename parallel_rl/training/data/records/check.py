@@ -1,4 +1,4 @@
-"""Checks of every record before a run, each rank on its part, without holding them."""
+"""Check every record before a run, each rank a part, in bounded memory."""
 
 from __future__ import annotations
 
@@ -26,20 +26,16 @@ def check(
     each: Callable[[int, Sequence[RecordT]], None] = lambda place, batch: None,
     unfit: Callable[[int, int, UnfitRecord], None] | None = None,
 ) -> tuple[int, float]:
-    """Parses the records of `budget` bytes of blocks, spread evenly over the source; the work is split over the ranks.
+    """Parse blocks of `budget` bytes; return the greatest length and the checked fraction.
+
+    The blocks are spread evenly over the source and split over the ranks; result and ValueError are the same on each.
 
     Args:
-        records: whose `parse` refuses what is wrong.
+        records: their `parse` refuses faults.
         length: of a record, in tokens.
-        budget: bytes; at least one block is looked at.
-        each: gets (place of the first, records) of this rank's part, some at a time, and refuses what is wrong.
+        budget: bytes; at least one block is checked.
+        each: gets (place of the first, records) of this rank's part, batch by batch, and refuses faults.
         unfit: as for `Records.batches`.
-
-    Returns:
-        the greatest length, and the part of the bytes that was looked at; equal on every rank.
-
-    Raises:
-        ValueError: something is wrong; the same on every rank.
     """
     blocks, world = spread_blocks(records.index, budget), dist.group.WORLD
 
@@ -56,7 +52,7 @@ def check(
 
 
 def spread_blocks(index: Entries, budget: float) -> NDArray[np.int64]:
-    """The blocks of an even sample of about `budget` bytes; all of them where they are no more."""
+    """Return an even sample of blocks with about `budget` bytes, or all blocks."""
     total, count = int(index["size"].sum()), len(index)
     if total <= budget:
         return np.arange(count)
@@ -64,7 +60,7 @@ def spread_blocks(index: Entries, budget: float) -> NDArray[np.int64]:
 
 
 class TextSet:
-    """Set of texts, in eight bytes each; two texts are taken for one with a probability of 2⁻⁶⁴."""
+    """Set of texts, eight bytes each; two texts collide with a probability of 2⁻⁶⁴."""
 
     def __init__(self, keys: NDArray[np.uint64]) -> None:
         self._keys = np.sort(keys)
@@ -76,7 +72,7 @@ class TextSet:
 
 
 def keys_of(texts: Iterable[str]) -> NDArray[np.uint64]:
-    """The 64-bit keys of texts, for `TextSet`."""
+    """Return the 64-bit keys of texts, for `TextSet`."""
     return np.fromiter(map(_key, texts), np.uint64)
 
 
@@ -85,7 +81,7 @@ def _key(text: str) -> int:
 
 
 def _share(index: Entries, blocks: NDArray[np.int64], rank: int, size: int) -> NDArray[np.int64]:
-    """This rank's part of `blocks`, about as many bytes as any other's; together they are all, in order."""
+    """Return this rank's consecutive part of `blocks`, about as many bytes as any other's."""
     sizes = index["size"][blocks]
     middle = np.cumsum(sizes) - sizes / 2
     owner = np.minimum(middle * size // max(int(sizes.sum()), 1), size - 1)

@@ -1,6 +1,6 @@
-"""Data sets of the library `datasets`: a folder of `save_to_disk`, a file or folder that it reads, or a name of the hub.
+"""Data sets of the library `datasets`: a folder of `save_to_disk`, a file or folder, or a name of the hub.
 
-Rows are read by index from memory-mapped Arrow. Nothing of a stranger runs: a data set with a loading script is refused.
+Rows are read by index from memory-mapped Arrow. Data sets with a loading script are refused.
 """
 
 from __future__ import annotations
@@ -48,13 +48,13 @@ class HuggingFaceFile:
 
     @property
     def path(self) -> Path:
-        """Its place or name, and its split, for messages."""
+        """Return its place or name, and its split, for messages."""
         words = (self.source.name, self.source.split)
         return Path(f"{self.source.dataset} ({', '.join(word for word in words if word)})")
 
     @property
     def size(self) -> int:
-        """Bytes of its table, without those of other splits."""
+        """Return the bytes of this split's table."""
         return int(self._dataset.data.nbytes)
 
     @cached_property
@@ -82,29 +82,22 @@ class HuggingFaceFile:
         return entries(rows)
 
     def read(self, start: int, size: int, crc: int) -> Table:
-        """Read the block that begins with row `start`.
-
-        Raises:
-            ValueError: the data set has changed since it was indexed.
-        """
+        """Read the block that begins with row `start`; ValueError if the data set has changed."""
         table = self._rows(start)
         if _checksum(table) != crc:
             raise ValueError(f"{self.path} has changed since the run began, from row {start + 1} on. Start over")
         return Table(table)
 
     def _rows(self, start: int) -> pyarrow.Table:
-        """Take a block's rows, in one chunk."""
+        """Return a block's rows, in one chunk."""
         arrow: pyarrow.Table = self._dataset.with_format("arrow")[start : start + ROWS]
         return arrow.combine_chunks()
 
 
 def open_in_turn(files: Sequence[object]) -> None:
-    """Load the data sets among the files of a source: first rank 0, then the first rank of each node, then the others.
+    """Load a source's data sets: first rank 0, then the first rank of each node, then the others.
 
-    So no rank downloads or prepares what another one has in the cache that both see. Every rank calls it.
-
-    Raises:
-        ValueError: see `HuggingFaceFile.open`; on every rank.
+    So ranks that share a cache do not prepare the same data twice. Every rank calls it; errors are on all.
     """
     inner = (getattr(file, "file", file) for file in files)  # of one that is mapped
     sets = [file for file in inner if isinstance(file, HuggingFaceFile)]

@@ -10,7 +10,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-# A block is what is read at once: the lines that begin within a stretch of a JSONL file, or a row group of a Parquet file.
+# A block is read at once: the lines that begin within a stretch of a JSONL file, or a row group of a Parquet file.
 #   file: its number in the source. start: its first byte, or the row group's number. size: bytes (Parquet: uncompressed).
 #   count: records. crc: of the lines, or of the Parquet file's footer.
 ENTRY = np.dtype([("file", "<i4"), ("start", "<i8"), ("size", "<i8"), ("count", "<i8"), ("crc", "<u4")])
@@ -41,15 +41,15 @@ class DataFile(Protocol):
 
     @property
     def path(self) -> Path:
-        """Its path, or its name, for messages."""
+        """Return its path or name, for messages."""
 
     @property
     def size(self) -> int:
-        """Its bytes."""
+        """Return its bytes."""
 
     @property
     def word(self) -> str:
-        """Name of one of its records in messages: line, row."""
+        """Return the name of a record in messages: line, row."""
 
     def units(self, step: int) -> int:
         """Count the parts that are indexed one by one."""
@@ -62,7 +62,7 @@ class DataFile(Protocol):
 
 
 def stretch(total: int) -> int:
-    """Bytes of JSONL a block, for a source of `total` bytes: so many that the index stays small."""
+    """Return the bytes of JSONL a block for a source of `total` bytes; large enough for a small index."""
     size = LEAST_STRETCH
     while total > size * MOST_BLOCKS:
         size *= 2
@@ -70,12 +70,12 @@ def stretch(total: int) -> int:
 
 
 def entries(rows: Sequence[tuple[int, int, int, int, int]]) -> Entries:
-    """[blocks] of (file, start, size, count, crc)."""
+    """Build entries [blocks] from (file, start, size, count, crc)."""
     return np.array(list(rows), dtype=ENTRY)
 
 
 def fingerprint(sizes: Sequence[int], index: Entries, window: int) -> str:
-    """A fingerprint of files of `sizes` bytes, their content and the order of its use; their names do not matter."""
+    """Return a hash of files' sizes, content and order; their names do not matter."""
     digest = hashlib.blake2b(digest_size=16)
     digest.update(np.array([window, *sizes], dtype="<i8").tobytes())
     digest.update(index.tobytes())

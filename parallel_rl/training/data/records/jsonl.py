@@ -1,4 +1,4 @@
-"""JSONL: blocks of whole lines, found by one pass over the bytes."""
+"""JSONL in blocks of whole lines, found by one pass over the bytes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _TAIL = 1 << 16
 
 
 class Lines:
-    """The lines of one block; parsed when they are asked for."""
+    """The lines of one block; each is parsed when read."""
 
     def __init__(self, data: bytes) -> None:
         self._data = data
@@ -32,16 +32,12 @@ class Lines:
         return len(self._bounds) - 1
 
     def row(self, index: int) -> Row:
-        """Line `index` of the block.
-
-        Raises:
-            ValueError: it is no JSON object.
-        """
+        """Return line `index` of the block; ValueError if it is no JSON object."""
         first, last = self._bounds[index : index + 2].tolist()
         return _object(self._data[first:last])
 
     def rows(self, first: int, last: int) -> Iterator[Row]:
-        """Lines `first` up to `last`."""
+        """Iterate over lines `first` up to `last`."""
         return (self.row(index) for index in range(first, last))
 
 
@@ -59,15 +55,11 @@ class JsonlFile:
     word = "line"
 
     def units(self, step: int) -> int:
-        """Number of blocks of `step` bytes to index."""
+        """Count the blocks of `step` bytes."""
         return -(-self.size // step)
 
     def index(self, number: int, first: int, last: int, step: int) -> Entries:
-        """Entries of blocks `first` up to `last`; a block has the lines that begin in its `step` bytes, wherever they end.
-
-        Raises:
-            ValueError: the file changes meanwhile.
-        """
+        """Make entries of blocks `first` up to `last` by the lines' starts; ValueError if the file changes."""
         blocks: list[tuple[int, int, int, int, int]] = []
         begun: tuple[int, int, int] | None = None  # start, count and checksum so far of the block that still goes on
         with self.path.open("rb") as file:
@@ -96,11 +88,7 @@ class JsonlFile:
         return entries(blocks)
 
     def read(self, start: int, size: int, crc: int) -> Lines:
-        """The block of these entries.
-
-        Raises:
-            ValueError: the file has changed since it was indexed.
-        """
+        """Read the block of an entry; ValueError if the file has changed since it was indexed."""
         with self.path.open("rb") as file:
             file.seek(start)
             data = file.read(size)
@@ -120,7 +108,7 @@ class JsonlFile:
 
 
 def size_of(path: Path) -> int:
-    """Bytes of a file without the blank lines at its end."""
+    """Return the bytes of a file without the blank lines at its end."""
     size = path.stat().st_size
     with path.open("rb") as file:
         while size:

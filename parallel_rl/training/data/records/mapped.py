@@ -1,4 +1,4 @@
-"""A function of the user's own on each record, before anything else reads it: `data.map`."""
+"""Map each record by the user's function before it is parsed: `data.map`."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ MapFunction = Callable[[Row], object]
 
 
 class MappedRows:
-    """The records that a block's rows became; a row that the function refused raises as it is read."""
+    """The mapped records of a block; reading a row that the function refused raises."""
 
     def __init__(self, records: list[Row | ValueError]) -> None:
         self._records = records
 
     def row(self, index: int) -> Row:
-        """Record `index` of the block."""
+        """Return record `index` of the block."""
         record = self._records[index]
         if isinstance(record, ValueError):
             raise record
         return record
 
     def rows(self, first: int, last: int) -> Iterator[Row]:
-        """Records `first` up to `last`."""
+        """Iterate over records `first` up to `last`."""
         return (self.row(index) for index in range(first, last))
 
     def __len__(self) -> int:
@@ -39,11 +39,11 @@ class MappedRows:
 
 @dataclass(frozen=True)
 class MappedFile:
-    """A file whose records are what a function makes of its rows.
+    """A file whose rows are mapped by a function.
 
     Attributes:
         file: the rows.
-        function: a row to a record, a list of records, or None, which leaves the row out.
+        function: a row to a record, a list of records, or None to leave the row out.
         name: of the function, for messages.
     """
 
@@ -54,12 +54,12 @@ class MappedFile:
 
     @property
     def path(self) -> Path:
-        """Path of the file."""
+        """Return the path of the file."""
         return self.file.path
 
     @property
     def size(self) -> int:
-        """Bytes of the file."""
+        """Return the bytes of the file."""
         return self.file.size
 
     def units(self, step: int) -> int:
@@ -70,7 +70,7 @@ class MappedFile:
         """Make an entry for each block of the file, with the number of its mapped records.
 
         Raises:
-            ValueError: the function gives another record for the first row of a block when it is called again.
+            ValueError: a second call of the function returns another record for the first row of a block.
         """
         index = self.file.index(number, first, last, step).copy()
         for place, (_, start, size, _, crc) in enumerate(index.tolist()):
@@ -84,11 +84,7 @@ class MappedFile:
         return index
 
     def read(self, start: int, size: int, crc: int) -> MappedRows:
-        """Read and map a block.
-
-        Raises:
-            ValueError: see the file's own `read`.
-        """
+        """Read and map a block; ValueError as of the file's own `read`."""
         return self._mapped(_rows_of(self.file.read(start, size, crc)))
 
     def _mapped(self, rows: list[Row | ValueError]) -> MappedRows:
@@ -115,7 +111,7 @@ class MappedFile:
 
 
 def _rows_of(block: Block) -> list[Row | ValueError]:
-    """Parse the rows of a block; in the place of a malformed one stands its error."""
+    """Parse the rows of a block; a malformed row is replaced by its error."""
     try:
         return [*block.rows(0, len(block))]
     except ValueError:
@@ -130,11 +126,7 @@ def _row_of(block: Block, index: int) -> Row | ValueError:
 
 
 def map_function(name: str) -> MapFunction:
-    """Find "module:function" in a module that `--import` names.
-
-    Raises:
-        ValueError: a module that is not imported, or one without that function.
-    """
+    """Find "module:function" in a module that `--import` names; ValueError if there is none."""
     module, colon, attribute = name.rpartition(":")
     if not colon or not module or not attribute:
         raise ValueError(f"data.map = {name!r} is not valid; write module:function")
@@ -147,7 +139,7 @@ def map_function(name: str) -> MapFunction:
 
 
 def identity(name: str) -> str:
-    """Name a map with a hash of its module's source: a run goes on with the same one alone."""
+    """Return a map's name with a hash of its module's source; a run resumes only with the same one."""
     module = sys.modules[name.rpartition(":")[0]]
     try:
         source = inspect.getsource(module)

@@ -1,4 +1,4 @@
-"""Parquet: row groups are the blocks. Needs pyarrow, which is imported when the first file is read."""
+"""Parquet in blocks of row groups; pyarrow is imported when the first file is read."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _MAGIC = b"PAR1"
 
 
 class Table:
-    """The rows of one row group, in columns; a null is a field that is not there."""
+    """The rows of one row group, in columns; a null is a missing field."""
 
     def __init__(self, table: pyarrow.Table) -> None:
         self._table = table
@@ -28,11 +28,11 @@ class Table:
         return int(self._table.num_rows)
 
     def row(self, index: int) -> Row:
-        """Row `index` of the row group."""
+        """Return row `index` of the row group."""
         return next(self.rows(index, index + 1))
 
     def rows(self, first: int, last: int) -> Iterator[Row]:
-        """Rows `first` up to `last`."""
+        """Iterate over rows `first` up to `last`."""
         for row in self._table.slice(first, last - first).to_pylist():
             yield {key: value for key, value in row.items() if value is not None}
 
@@ -46,15 +46,11 @@ class ParquetFile:
     word = "row"
 
     def units(self, step: int) -> int:
-        """The footer is read as a whole."""
+        """Return 1: the footer is read as a whole."""
         return 1
 
     def index(self, number: int, first: int, last: int, step: int) -> Entries:
-        """An entry for each row group that has rows.
-
-        Raises:
-            ValueError: no Parquet file, or a part of one.
-        """
+        """Make an entry for each row group with rows; ValueError for another or truncated file."""
         import pyarrow
         import pyarrow.parquet as parquet
 
@@ -76,11 +72,7 @@ class ParquetFile:
         )
 
     def read(self, start: int, size: int, crc: int) -> Table:
-        """Row group `start`.
-
-        Raises:
-            ValueError: the file has changed since it was indexed, or its pages are damaged.
-        """
+        """Read row group `start`; ValueError if the file has changed or its pages are damaged."""
         import pyarrow
         import pyarrow.parquet as parquet
 
@@ -95,7 +87,7 @@ class ParquetFile:
             raise ValueError(f"{self.path}, row group {start}: {error}") from None
 
     def _footer(self) -> int:
-        """The checksum of the footer, which says where each column of each row group lies and how long it is."""
+        """Return the checksum of the footer, which locates each column of each row group."""
         with self.path.open("rb") as file:
             size = file.seek(0, 2)
             file.seek(max(size - 8, 0))

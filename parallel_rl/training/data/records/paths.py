@@ -1,4 +1,4 @@
-"""Files in a fixed order, from a path, a pattern or a list of them."""
+"""Find files in a fixed order from paths or patterns."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ _RANGE = re.compile(r"(\d+)\.\.(\d+)")
 
 
 def find_files(patterns: str | Sequence[str] | DatasetSource, name: str) -> tuple[DataFile, ...]:
-    """The files that `patterns` name: those of a pattern by name, those of a list in its order; or a data set.
+    """Return the files of `patterns`: by name within a pattern, in order over a list; or a data set.
 
-    A pattern has *, ?, [...] and **, or braces: {a,b} and {000..127}, each of which must be there.
+    A pattern has *, ?, [...] and **, or braces: {a,b} and {000..127}, each of which must exist.
 
     Args:
         patterns: one path or pattern, or several.
-        name: the config's key, for the messages.
+        name: the config's key, for messages.
 
     Raises:
-        ValueError: a missing file, a pattern that nothing matches, a file named twice or of a kind that cannot be read.
+        ValueError: a missing file, a pattern without a match, a file named twice or of an unknown kind.
     """
     if isinstance(patterns, DatasetSource):
         return (HuggingFaceFile(patterns, name),)
@@ -48,11 +48,7 @@ def find_files(patterns: str | Sequence[str] | DatasetSource, name: str) -> tupl
 
 
 def braces(pattern: str) -> list[str]:
-    """`pattern` once for each alternative of its braces: {a,b}, {0..3}, {008..012}.
-
-    Raises:
-        ValueError: braces that hold neither, or more files than anybody has.
-    """
+    """Expand the braces of a pattern, {a,b}, {0..3} or {008..012}; ValueError for others and too many."""
     patterns = [pattern]
     while _BRACES.search(patterns[0]):  # all have the same braces
         patterns = [whole for part in patterns for whole in _first_brace(part, pattern, _MOST_FILES // len(patterns))]

@@ -1,8 +1,8 @@
-"""The records of one source: the order of each pass as a function of the seed, and a window of records held.
+"""The records of one source in an order fixed by the seed, with a window of records in memory.
 
-Blocks are permuted, then cut into windows of so many bytes; within a window all records are permuted. Whoever reads in order
-holds one window. A source that is smaller than a window is permuted as a whole, by its number of records alone: the order
-stays when it is cut into other files.
+Blocks are permuted, then cut into windows of a given size in bytes; within a window all records are permuted. A reader
+holds one window. A source smaller than a window is permuted as a whole, by its number of records alone, so its order does
+not depend on how it is split into files.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _MASK = (1 << 64) - 1
 
 
 def permutation(count: int, *key: int) -> NDArray[np.int64]:
-    """A permutation of range(count), the same for the same key on every machine and with every version of numpy."""
+    """Return a permutation of range(count) that depends on `key` alone, not on machine or numpy version."""
     state = np.zeros(1, np.uint64)
     for part in key:
         state = _mix(state + np.uint64((part + 1) * _GOLDEN & _MASK))
@@ -40,7 +40,7 @@ class Order:
 
     Args:
         index: of the source's blocks.
-        window: bytes; more than that by one block at most are needed at a time.
+        window: bytes; a reader needs at most one block more.
         seed: of all passes.
     """
 
@@ -51,7 +51,7 @@ class Order:
         self._inner = lru_cache(maxsize=2)(self._make_inner)
 
     def locate(self, number: int) -> tuple[int, int]:
-        """Block, and place in it, of record `number` of the endless stream."""
+        """Return the block of record `number` of the endless stream, and the place in it."""
         turn, place = divmod(number, self.size)
         blocks, ends, starts = self._pass(turn)
         window = int(np.searchsorted(starts, place, side="right")) - 1
@@ -62,7 +62,7 @@ class Order:
         return block, place - int(ends[at]) + int(self._index["count"][block])
 
     def _make_pass(self, turn: int) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-        """The blocks in order, the places at which each ends, and the places at which the windows start."""
+        """Return the blocks in order, the place where each ends, and the places where windows start."""
         if int(self._index["size"].sum()) <= self._window:  # then the order does not depend on how files are cut
             blocks = np.arange(len(self._index))
         else:
@@ -80,7 +80,7 @@ class Order:
 
 
 def _mix(state: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """SplitMix64's finaliser (Steele, Lea, Flood 2014): a bijection of 64 bits that leaves no pattern of its input."""
+    """Apply SplitMix64's finaliser (Steele, Lea, Flood 2014), a bijection of 64 bits."""
     state = (state ^ (state >> np.uint64(30))) * np.uint64(_FIRST)
     state = (state ^ (state >> np.uint64(27))) * np.uint64(_SECOND)
     return state ^ (state >> np.uint64(31))
@@ -94,8 +94,8 @@ AT_ONCE = 1024  # records that `batches` holds
 class Records(Generic[RecordT]):
     """The rows of `files` as `parse` returns them, read on demand.
 
-    `records[place]` counts in the order of the files; `stream` shuffles. Blocks stay in memory until `window` bytes and one
-    block are exceeded; the least recently used goes first.
+    `records[place]` counts in the order of the files; `stream` shuffles. Above `window` bytes and one block, the least
+    recently used block is dropped.
 
     Args:
         files: in order.
@@ -135,10 +135,10 @@ class Records(Generic[RecordT]):
         return self._record(block, place - self.first_of(block))
 
     def stream(self, indices: Sequence[int], seed: int) -> list[RecordT]:
-        """Records `indices` of the endless stream of shuffled passes, fixed by the seed: each pass has each record once.
+        """Return records of the endless stream; each shuffled pass, fixed by the seed, has each record once.
 
         Raises:
-            ValueError: a row that `parse` refuses, or a file that has changed since it was indexed.
+            ValueError: `parse` refuses a row, or a file has changed since it was indexed.
         """
         order = self._order(seed)
         return [self._record(*order.locate(index)) for index in indices]
@@ -146,7 +146,7 @@ class Records(Generic[RecordT]):
     def batches(
         self, block: int, unfit: Callable[[int, int, UnfitRecord], None] | None = None
     ) -> Iterator[tuple[int, list[RecordT]]]:
-        """(place of the first, records) of a block, some at a time.
+        """Iterate over (place of the first, records) of a block, some at a time.
 
         Args:
             block: its number.
@@ -170,27 +170,27 @@ class Records(Generic[RecordT]):
             place += len(batch)
 
     def first_of(self, block: int) -> int:
-        """The place of a block's first record."""
+        """Return the place of a block's first record."""
         return int(self._ends[block]) - int(self.index["count"][block])
 
     def name_of(self, place: int) -> str:
-        """File and line of a record, for messages."""
+        """Return the file and line of a record, for messages."""
         block = int(np.searchsorted(self._ends, place, side="right"))
         return self._name(block, self._row(block, place - self.first_of(block)))
 
     @property
     def bytes(self) -> int:
-        """The size of all files (Parquet: uncompressed)."""
+        """Return the size of all files (Parquet: uncompressed)."""
         return int(self.index["size"].sum())
 
     @property
     def fingerprint(self) -> str:
-        """A fingerprint of the records and their order."""
+        """Return a hash of the records and their order."""
         gone = [number for block in sorted(self._left_out) for number in (block, *self._left_out[block].tolist())]
         return fingerprint([*(file.size for file in self.files), *gone], self.index, self.window)
 
     def without(self, rows: Iterable[tuple[int, int]]) -> Records[RecordT]:
-        """These records without the rows (block, row); `self` must have left none out."""
+        """Return the records without rows (block, row); `self` must have left none out."""
         gone: dict[int, list[int]] = {}
         for block, row in sorted(rows):
             gone.setdefault(block, []).append(row)
@@ -201,7 +201,7 @@ class Records(Generic[RecordT]):
         )
 
     def _row(self, block: int, place: int) -> int:
-        """The row of a block's record."""
+        """Return the row of a block's record."""
         gone = self._left_out.get(block)
         if gone is None:
             return place
@@ -244,20 +244,20 @@ def open_records(
     parse: Callable[[Mapping[str, object]], RecordT],
     window: int = 1 << 26,
 ) -> Records[RecordT]:
-    """The records of the files that `patterns` name, see `find_files`; indexed, not yet parsed. Called by every rank.
+    """Index the files of `patterns`, see `find_files`, without parsing them; every rank calls it.
 
     Raises:
-        ValueError: files that are missing, empty, damaged, or not the same on every rank.
+        ValueError: files that are missing, empty, damaged, or different between ranks.
     """
     files = find_files(patterns, name)
     return Records(files, index_of(files, name), parse, window)
 
 
 def index_of(files: Sequence[DataFile], name: str) -> Entries:
-    """The index of all files, equal on every rank, each of which reads its part of them.
+    """Return the index of all files, equal on every rank; each rank reads a part.
 
     Raises:
-        ValueError: a file that is empty, damaged, or differs between ranks; on every rank.
+        ValueError: on every rank: a file is empty, damaged, or differs between ranks.
     """
     rank, size = group_rank(dist.group.WORLD), group_size(dist.group.WORLD)
     parts = gather_results(lambda: (_facts(files), _part(files, rank, size)))
@@ -280,7 +280,7 @@ def _facts(files: Sequence[DataFile]) -> list[tuple[str, int]]:
 
 
 def _part(files: Sequence[DataFile], rank: int, size: int) -> Entries:
-    """This rank's share of the stretches of all files."""
+    """Return this rank's part of the stretches of all files."""
     step = stretch(sum(file.size for file in files))
     units = [file.units(step) for file in files]
     low, high = (edge * sum(units) // size for edge in (rank, rank + 1))

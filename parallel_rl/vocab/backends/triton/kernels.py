@@ -199,8 +199,8 @@ def _sum_parts(parts, row, tokens, count, step, ENTROPY: tl.constexpr, SQUARES: 
             fall = _above((tl.load(part, mask=here, other=float("-inf")) - base) * step, _LOWEST)
             shrink = tl.exp(fall)
             total += a * shrink
-            own = tl.load(part + 2, mask=here, other=float("-inf"))
-            target = tl.maximum(target, own + fall, propagate_nan=tl.PropagateNan.ALL)
+            logit = tl.load(part + 2, mask=here, other=float("-inf"))
+            target = tl.maximum(target, logit + fall, propagate_nan=tl.PropagateNan.ALL)
             if ENTROPY:
                 moment += shrink * (tl.load(part + 3, mask=here, other=0.0) + a * fall)
             if SQUARES:

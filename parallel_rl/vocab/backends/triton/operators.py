@@ -107,14 +107,14 @@ def _(
 
 def _combine(parts: Tensor, keep: Tensor, inv_t: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     count, tokens, width = parts.shape
-    made = _combined(parts)
+    sums = _combined(parts)
     if tokens:
         with on_device(parts.device):
             combine_kernel[(-(-tokens // _TOKENS),)](
-                parts.contiguous(), keep.contiguous(), inv_t, *made, tokens, count, _row_step(inv_t),
+                parts.contiguous(), keep.contiguous(), inv_t, *sums, tokens, count, _row_step(inv_t),
                 ENTROPY=width > 3, SQUARES=width > 4, BLOCK=_TOKENS, num_warps=4, enable_fp_fusion=True,
             )  # fmt: skip
-    return made
+    return sums
 
 
 @torch.library.custom_op("parallel_rl::vocab_combine", mutates_args=())

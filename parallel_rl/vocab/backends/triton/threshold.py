@@ -63,19 +63,19 @@ def vocab_weigh(
             mass above top-p's, and from its lower end on. Then [B, T, capacity] the logits inside each, in any order, and [B,
             T] their number, which may exceed the capacity.
     """
-    sums, values, found = _weighed(logits, low, high, top, inv_t, unit, capacity)
-    sums.zero_(), found.zero_()
+    sums, values, number = _weighed(logits, low, high, top, inv_t, unit, capacity)
+    sums.zero_(), number.zero_()
     if not logits.numel():
-        return sums, values, found
+        return sums, values, number
     tokens, width = logits.shape
     tile = _tiling("weigh", logits)
     parts = sums.new_empty(tile.splits, *sums.shape)
     with on_device(logits.device):
         weigh_kernel[tokens, tile.splits](
-            logits, low, high, top, inv_t, unit, parts, values, found,
+            logits, low, high, top, inv_t, unit, parts, values, number,
             width, tokens, *logits.stride(), capacity, tile.columns, TOP_K=low.shape[1] > 1, **_of_rows(logits, tile),
         )  # fmt: skip
-    return parts.sum(0), values, found
+    return parts.sum(0), values, number
 
 
 @vocab_weigh.register_fake
