@@ -98,8 +98,9 @@ def test_a_carried_key_stands_in_ours() -> None:
             },
             {"policy.train_global_batch_size": "yours", "checkpointing.keep_top_k": "yours"},
         ),
+        ({"policy": {}, "checkpointing": {"enabled": True}, "grpo": {}, "loss_fn": {}}, {"checkpointing.enabled": "equal"}),
     ],
-    ids=["verl", "NeMo-RL", "a batch above the step"],
+    ids=["verl", "NeMo-RL", "a batch above the step", "one key of a section"],
 )  # fmt: skip
 def test_a_value_that_ours_has_not_is_not_equal(config: dict, kinds: dict[str, str]) -> None:
     rows = {row.key: row.kind for row in options_of(config).rows}

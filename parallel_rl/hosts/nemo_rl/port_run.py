@@ -192,11 +192,11 @@ def run_of(root: Reader, name: str, objective: str) -> Tree:
         checkpoints.note("enabled", "unsupported", why="the last step is always saved")
         for key in ("save_period", "keep_top_k", "metric_name", "higher_is_better"):
             checkpoints.note(key, "no_effect", why="without checkpointing.enabled")
-    elif "keep_top_k" in checkpoints.section:
+    else:
+        checkpoints.note("enabled", "equal", why="on")
         fate = ("carried", "the newest stay here, not the best")
         if "keep_checkpoints" not in tree:
             fate = ("yours", "all of them there, the newest two here")
-        checkpoints.note("enabled", "equal", why="on")
         checkpoints.note("keep_top_k", fate[0], "run.keep_checkpoints", fate[1])
     if isinstance(seed := run.get("seed", ours="run.seed"), int):
         tree["seed"] = seed
