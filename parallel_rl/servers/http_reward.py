@@ -37,7 +37,7 @@ _TOKEN = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]+")
 
 
 class Scored(NamedTuple):
-    """Rewards [N], NaN for each sample that failed, the errors of these samples, and other fields of each sample."""
+    """Rewards [N], NaN for each sample that failed, the errors of these, and further fields of each."""
 
     rewards: Tensor
     faults: Mapping[int, Exception]

@@ -106,7 +106,7 @@ def _score(
                 own[row] = own_values(_plain(scored.fields[place]), fields, len(tokens[row]), _TOKENS)
             except ValueError as error:
                 name = reward.url if isinstance(reward, HTTPRewardConfig) else repr(reward)
-                faults[place] = ValueError(f"reward {name} of sample {place}: {error}; {_FORM}")
+                faults[place] = ValueError(f"reward {name} of sample {place}: {error}. {_FORM}")
                 scored.rewards[place] = math.nan
         return Scored(scored.rewards, faults)
 
@@ -114,7 +114,7 @@ def _score(
 
 
 _TOKENS = "tokens of the completion, its end token included"
-_FORM = "it must return {'reward': number, ...} with each field that the loss declares"
+_FORM = "It must return {'reward': number, ...} with each field that the loss declares"
 
 
 def _plain(values: Mapping[str, object]) -> dict[str, object]:
