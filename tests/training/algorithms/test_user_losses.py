@@ -217,6 +217,25 @@ def test_fields_of_the_user_s_own_train_alike_on_every_layout(objective: str, so
         assert {replayed[name] for name in ("weight", "reward")} == {one[0][name] for name in ("weight", "reward")}
 
 
+def test_each_answer_of_a_pair_gets_its_values(tmp_path: Path) -> None:
+    path = tmp_path / "records.jsonl"
+    with_own("pairs", path, bonus={"chosen": 2, "rejected": [0.5]}, row_weight=1)
+    [rows] = run_world(1, train_here, own_run("pairs", tmp_path / "run", path, parallel="{}"))
+    assert [row["weight"] for row in rows] == [1.5, 1.5]
+
+
+def test_values_of_tokens_that_are_cut_are_cut(tmp_path: Path) -> None:
+    path, rows = tmp_path / "records.jsonl", []
+    for number in range(8):
+        row = {"prompt": "1+1=", "answer": "2" * (1 + number), "bonus": 1 + number, "row_weight": 1, "row_kind": 1}
+        rows.append(json.dumps(row) + "\n")
+    path.write_text("".join(rows))
+    more = {"sft__loss": "{name: doc_bonus}", "sft__steps": 1, "data__too_long": "truncate", "data__max_length": 8}
+    [[found]] = run_world(1, train_here, own_run("sft", tmp_path / "run", path, parallel="{}", **more))
+    tokens = [2, *[3] * 7]
+    assert found["weight"] == pytest.approx(sum((1 + n) * count for n, count in enumerate(tokens)) / sum(tokens))
+
+
 def test_mismatched_rows_take_the_fields_of_their_answers(tmp_path: Path) -> None:
     """Each answer is in two rows, so that the mean over rows is that over answers."""
     path, rows = tmp_path / "answers.jsonl", []
