@@ -145,16 +145,17 @@ def test_the_torch_loop_is_one_loss_three_ways() -> None:
     assert losses[0] == pytest.approx([losses[0][0]] * 3, rel=1e-5)
 
 
-def test_the_example_of_a_checker_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    [code] = re.findall(
+def test_the_examples_of_checkers_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    codes = re.findall(
         r"^```python\n(.*?)^```", (ROOT / "docs" / "rewards.md").read_text(encoding="utf-8"), re.M | re.S
     )
-    (tmp_path / "rewards_of_the_page.py").write_text(code)
+    (tmp_path / "rewards_of_the_page.py").write_text("".join(codes))
     monkeypatch.chdir(tmp_path)
     import_modules(["rewards_of_the_page"])
     reward = reward_function("close")
     texts = (["q"] * 3, ["7", "9", "x"], ["7"] * 3)
     assert reward(*texts, [{"level": 3}, {}, {}]).tolist() == [3, 1 / 3, 0]
+    assert reward_function("graded").score(["q"], ["7"], ["7"], tokens=[[7, 2]]).fields == [{"weight": [1, 0.9]}]
 
 
 def test_the_example_of_a_new_loss_runs(tmp_path: Path) -> None:

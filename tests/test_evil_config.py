@@ -122,7 +122,7 @@ def test_check_and_submit_do_not_import_and_say_what_they_did_not_look_at(
 
 
 @pytest.mark.parametrize("name", ["evil_loss", COMPONENTS.replace("evil:", "")[len("{name: ") : -1]])
-@pytest.mark.parametrize("source", ["examples", "solutions", "rollouts"])
+@pytest.mark.parametrize("source", ["examples", "solutions", "rollouts", "pairs"])
 def test_records_with_fields_of_a_loss_that_the_ranks_import_are_not_parsed(
     source: str, name: str, ran: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -130,10 +130,10 @@ def test_records_with_fields_of_a_loss_that_the_ranks_import_are_not_parsed(
     record, held_out = ran.parent / f"{source}.jsonl", ran.parent / "held_out.jsonl"
     record.write_text(json.dumps({"prompt": "1+1=", "answer": "2", "row_weight": 0.5}) + "\n")
     held_out.write_text(json.dumps({"prompt": "1+1=", "answer": "2"}) + "\n")
-    config, section = (GRPO, "rl") if source == "rollouts" else (SFT, "sft")
+    config, section = {"rollouts": (GRPO, "rl"), "pairs": (DPO, "preference")}.get(source, (SFT, "sft"))
     words = ["check", "--world=1", config, "--import=evil", "--parallel={}", f"--run.dir={ran.parent / 'run'}"]
     words += [f"--data={{{source}: {record}, held_out: {held_out}}}", f"--{section}.loss={{name: {name}}}"]
-    words += ["--warmup=null"] if section == "rl" else []
+    words += ["--warmup=null"] if section != "sft" else []
     assert main(words) == 0
     assert f"not looked at: the records of data.{source}, whose fields" in capsys.readouterr().out
     held_out.write_text(json.dumps({"prompt": "1+1=", "reply": "2"}) + "\n")

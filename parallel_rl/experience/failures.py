@@ -41,7 +41,7 @@ class FailedSamplesConfig:
 
 def score_again(score: Callable[[Sequence[int]], Scored], count: int, retries: int) -> Scored:
     """Score `count` samples, failed ones again up to `retries` times; faults are the first attempt's."""
-    rewards, faults = score(range(count))
+    rewards, faults, _ = score(range(count))
     for _ in range(retries):
         if not faults:
             break

@@ -20,21 +20,24 @@ from parallel_rl.config.shown import shown
 from parallel_rl.config.strict import configure
 from parallel_rl.experience.checkers import check_math, exact_match, math_equal, think_format
 from parallel_rl.groups import group_rank
-from parallel_rl.servers.http_reward import HTTPReward, HTTPRewardConfig, Scored
+from parallel_rl.servers.http_reward import HTTPReward, HTTPRewardConfig, Scored, split_score
 
-# (prompt, completion, answer) -> reward, for a completion without its end token. An argument `extra` gets the record's other
-# columns.
-Checker = Callable[..., float]
+# (prompt, completion, answer) -> reward, for a completion without its end token, or {"reward": number, ...} with fields of a
+# loss. An argument `extra` gets the record's other columns, an argument `tokens` the completion's ids with the end token.
+Checker = Callable[..., float | Mapping[str, object]]
 Extra = Mapping[str, object]
 
 _CHECKERS: dict[str, Checker] = {"exact_match": exact_match, "math": math_equal, "format": think_format}
+# rewards that return no fields
+NUMBERS_ONLY = tuple(_CHECKERS)
+_MAY_READ = ("extra", "tokens")
 
 
 class RewardFunction(Protocol):
     """(prompts, completions, answers) of N samples -> [N] float64.
 
     An answer is any JSON value; `extras` are the other columns of the records. `score` does the same, but gives the faults of
-    single samples in place of raising the first.
+    single samples in place of raising the first, and their fields; `tokens` are the completions' ids.
     """
 
     def __call__(
@@ -51,6 +54,7 @@ class RewardFunction(Protocol):
         completions: Sequence[str],
         answers: Sequence[object],
         extras: Sequence[Extra] | None = None,
+        tokens: Sequence[Sequence[int]] | None = None,
     ) -> Scored: ...
 
 
@@ -117,7 +121,7 @@ def reward_function(reward: str | Checker | HTTPRewardConfig | Mapping) -> Rewar
 
     Args:
         reward: a registered name, a URL ("http://..."), the options of a server (`HTTPRewardConfig`), or a function (prompt,
-            completion, answer) -> float, optionally with a fourth argument `extra`, a mapping.
+            completion, answer) -> float or {"reward": float, ...}, optionally with `extra`, a mapping, and `tokens`, ids.
 
     Returns:
         [N] float64 on the host, from (prompts, completions, answers), N strings each, and `extras`, N mappings. If a Python
@@ -166,7 +170,7 @@ def score_once(
 
 class _Checked:
     def __init__(self, function: Checker, name: str) -> None:
-        self.function, self.name, self._reads_extra = function, name, _reads_extra(function)
+        self.function, self.name, self._reads = function, name, _reads(function)
 
     def __call__(
         self,
@@ -183,13 +187,16 @@ class _Checked:
         completions: Sequence[str],
         answers: Sequence[object],
         extras: Sequence[Extra] | None = None,
+        tokens: Sequence[Sequence[int]] | None = None,
     ) -> Scored:
-        values, faults = list[float](), dict[int, Exception]()
+        values, faults, fields = list[float](), dict[int, Exception](), list[Mapping[str, object]]()
         others: Sequence[Extra] = [{}] * len(prompts) if extras is None else extras
         for index, (*sample, extra) in enumerate(zip(prompts, completions, answers, others, strict=True)):
             values.append(math.nan)
+            fields.append({})
+            given: dict[str, object] = {"extra": extra} | ({} if tokens is None else {"tokens": tokens[index]})
             try:
-                value: object = self.function(*sample, extra=extra) if self._reads_extra else self.function(*sample)
+                value: object = self.function(*sample, **{name: given[name] for name in self._reads if name in given})
             except Unavailable:  # a server that may answer later
                 raise
             except Exception as error:
@@ -197,13 +204,15 @@ class _Checked:
                 faults[index] = ValueError(what)
                 faults[index].__cause__ = error
                 continue
-            if is_finite(number := _number(value)):
-                values[-1] = number
+            reward, others_of_sample = split_score(value)
+            if is_finite(number := _number(reward)):
+                values[-1], fields[-1] = number, others_of_sample
             else:
                 faults[index] = ValueError(
-                    f"reward {self.name!r} of sample {index} is {brief(value)}; a finite number is needed, in float32, too"
+                    f"reward {self.name!r} of sample {index} is {brief(value)}; a finite number is needed, in float32, too, or "
+                    "{'reward': number, ...}"
                 )
-        return Scored(torch.tensor(values, dtype=torch.float64), faults)
+        return Scored(torch.tensor(values, dtype=torch.float64), faults, fields)
 
 
 def _signature(function: Checker) -> inspect.Signature | None:
@@ -213,21 +222,20 @@ def _signature(function: Checker) -> inspect.Signature | None:
         return None
 
 
-def _reads_extra(function: Checker) -> bool:
+def _reads(function: Checker) -> tuple[str, ...]:
     signature = _signature(function)
-    return signature is not None and "extra" in signature.parameters
+    return () if signature is None else tuple(name for name in _MAY_READ if name in signature.parameters)
 
 
 def _check_signature(name: str, function: Checker) -> None:
     if (signature := _signature(function)) is None:
         return
-    extra: dict[str, Extra] = {"extra": {}} if _reads_extra(function) else {}
     try:
-        signature.bind("prompt", "completion", "answer", **extra)
+        signature.bind("prompt", "completion", "answer", **dict.fromkeys(_reads(function)))
     except TypeError as error:
         raise ValueError(
-            f"reward {name!r} takes {signature}, but is called with (prompt, completion, answer), and with extra= where it has "
-            f"such an argument: {error}"
+            f"reward {name!r} takes {signature}, but is called with (prompt, completion, answer), and with extra= and tokens= "
+            f"where it has such arguments: {error}"
         ) from None
 
 

@@ -37,16 +37,28 @@ _TOKEN = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]+")
 
 
 class Scored(NamedTuple):
-    """Rewards [N], NaN for each sample that failed, and the errors of these samples."""
+    """Rewards [N], NaN for each sample that failed, the errors of these, and further fields of each."""
 
     rewards: Tensor
     faults: Mapping[int, Exception]
+    fields: Sequence[Mapping[str, object]] = ()
 
     def checked(self) -> Tensor:
         """Return the rewards, or raise the error of the first sample that failed."""
         if self.faults:
             raise self.faults[min(self.faults)]
         return self.rewards
+
+
+def split_score(value: object) -> tuple[object, Mapping[str, object]]:
+    """Split a sample's score into its reward and its other fields.
+
+    >>> split_score({"reward": 0.5, "steps": 3}), split_score(0.5)
+    ((0.5, {'steps': 3}), (0.5, {}))
+    """
+    if not isinstance(value, Mapping) or "reward" not in value:
+        return value, {}
+    return value["reward"], {str(name): field for name, field in value.items() if name != "reward"}
 
 
 class RewardServerError(ServerError):
@@ -89,7 +101,8 @@ class HTTPReward:
 
     It posts {"query": [prompt + completion, ...], "prompts": [...], "completions": [...], "labels": [answers]} and reads
     {"rewards": [one number per sample]} in that order, like servers for OpenRLHF. If records have other columns, "extras" is
-    a mapping of them for each sample.
+    a mapping of them for each sample; `tokens` of completions are sent if they are passed. In place of a number a mapping
+    {"reward": number, ...} has further fields.
     """
 
     def __init__(self, config: HTTPRewardConfig) -> None:
@@ -113,6 +126,7 @@ class HTTPReward:
         completions: Sequence[str],
         answers: Sequence[object],
         extras: Sequence[Mapping[str, object]] | None = None,
+        tokens: Sequence[Sequence[int]] | None = None,
     ) -> Scored:
         """Score N samples as a call does, but keep faults: rewards that are no finite numbers."""
         if not len(prompts) == len(completions) == len(answers):
@@ -130,20 +144,26 @@ class HTTPReward:
             if extras is not None and any(extras):
                 # Parquet has dates and the like, which JSON lacks
                 body["extras"] = json.loads(json.dumps(list(map(dict, extras[first : first + size])), default=str))
+            if tokens is not None:
+                body["tokens"] = list(map(list, tokens[first : first + size]))
             futures.append(workers.submit(lambda body=body: self._score(body, stop)))  # type: ignore[misc]
         values = [value for batch in gather(futures, stop) for value in batch]
         faults = {row: value for row, value in enumerate(values) if isinstance(value, str)}
-        rewards = [math.nan if isinstance(value, str) else value for value in values]
+        rewards = [math.nan if isinstance(value, str) else value[0] for value in values]
+        fields = [{} if isinstance(value, str) else value[1] for value in values]
         errors = {row: self._poster.failure(self.config.url, fault) for row, fault in faults.items()}
-        return Scored(torch.tensor(rewards, dtype=torch.float64), errors)
+        return Scored(torch.tensor(rewards, dtype=torch.float64), errors, fields)
 
-    def _score(self, body: dict[str, list], stop: threading.Event) -> list[float | str]:
+    def _score(self, body: dict[str, list], stop: threading.Event) -> list[_Score | str]:
         count = len(body["query"])
         return self._poster.post(self.config.url, body, lambda answer: _rewards(answer, count), stop)
 
 
-def _rewards(answer: bytes, count: int) -> list[float | str]:
-    """List the rewards of an answer, with a message in place of each that is no finite number."""
+_Score = tuple[float, Mapping[str, object]]
+
+
+def _rewards(answer: bytes, count: int) -> list[_Score | str]:
+    """List the rewards of an answer with other fields, or a message for a reward that is no finite number."""
     reply = read_json(answer)
     rewards = reply.get("rewards") if isinstance(reply, dict) else None
     if not isinstance(rewards, list):
@@ -151,8 +171,8 @@ def _rewards(answer: bytes, count: int) -> list[float | str]:
     if len(rewards) != count:
         raise ValueError(f"{len(rewards)} rewards came back for {count} samples")
     return [
-        float(reward)
+        (float(reward), fields)  # type: ignore[arg-type]  # a number
         if is_finite(reward)
         else f"reward {index} of {count} is {brief(reward)}; a finite number is needed, in float32, too"
-        for index, reward in enumerate(rewards)
+        for index, (reward, fields) in enumerate(map(split_score, rewards))
     ]

@@ -90,7 +90,7 @@ def test_a_sample_that_fails_is_scored_again_and_then_left() -> None:
     def score(rows: Sequence[int]) -> Scored:
         return reward.score([prompts[row] for row in rows], [""] * len(rows), [""] * len(rows))
 
-    rewards, faults = score_again(score, 3, 2)
+    rewards, faults, _ = score_again(score, 3, 2)
     assert rewards[:2].tolist() == [1, 1] and rewards[2].isnan() and list(faults) == [2]
     assert str(faults[2]).startswith("reward 'unsteady' of sample 2 is None; a finite number is needed")
     assert [calls.count(prompt) for prompt in prompts] == [1, 2, 3]

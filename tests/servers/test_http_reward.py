@@ -43,6 +43,19 @@ def test_batches_in_order_with_what_servers_read() -> None:
         assert reward_function({"url": server.url, "batch_size": 1})(*texts(2)).tolist() == [0, 1]
 
 
+def test_a_server_may_return_fields_beside_the_reward() -> None:
+    """It gets the completions' ids, where values of tokens are needed."""
+
+    def graded(number: int, body: dict) -> tuple[int, object]:
+        scores = [{"reward": len(ids), "bonus": [0.5] * len(ids)} for ids in body["tokens"]]
+        return 200, {"rewards": [*scores[:-1], 7]}
+
+    with serve(graded) as server:
+        found = HTTPReward(HTTPRewardConfig(server.url)).score(*texts(3), tokens=[[1], [2, 3], [4]])
+    assert found.checked().tolist() == [1, 2, 7]
+    assert found.fields == [{"bonus": [0.5]}, {"bonus": [0.5, 0.5]}, {}]
+
+
 def test_requests_run_at_once_but_not_more_than_allowed() -> None:
     def slowly(number: int, body: dict) -> tuple[int, object]:
         time.sleep(0.1)
@@ -78,6 +91,7 @@ def test_a_failure_in_passing_is_tried_again_later(status: int) -> None:
         (lambda n, b: (200, {"rewards": [1.0, 2, 3]}), "3 rewards came back for 2 samples", 1),
         (lambda n, b: (200, {"rewards": [1.0, "high"]}), "reward 1 of 2 is 'high'; a finite number is needed", 1),
         (lambda n, b: (200, {"rewards": [None, 1.0]}), "reward 0 of 2 is None", 1),
+        (lambda n, b: (200, {"rewards": [1.0, {"reward": "x"}]}), "reward 1 of 2 is 'x'", 1),
         (lambda n, b: (200, {"rewards": [True, 1.0]}), "reward 0 of 2 is True", 1),
         (lambda n, b: (200, b'{"rewards": [NaN, 1.0]}'), "reward 0 of 2 is nan", 1),
         (lambda n, b: (200, b'{"rewards": [1.0, -Infinity]}'), "reward 1 of 2 is -inf", 1),

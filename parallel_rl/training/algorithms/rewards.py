@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from functools import partial
 
 import torch
@@ -11,17 +12,27 @@ from torch import Tensor
 from parallel_rl.cluster.heartbeat import tick
 from parallel_rl.experience.failures import score_again
 from parallel_rl.experience.rewards import reward_function, score_once
+from parallel_rl.losses.core.requirements import Field
 from parallel_rl.servers.http_reward import HTTPRewardConfig, Scored
 from parallel_rl.servers.workers import Workers
 from parallel_rl.training.data.examples import Prompt
+from parallel_rl.training.data.format import Own, own_values
 from parallel_rl.training.rollouts.sharing import Sharing, failure
 from parallel_rl.training.session import Session
 
 
 def completion_rewards(session: Session, prompts: Sequence[Prompt], completions: Sequence[Sequence[int]]) -> Tensor:
-    """Score one completion of each prompt, [N] float64; every rank calls it, N may be 0.
+    """Score one completion of each prompt, [N] float64; see `completion_scores`."""
+    return completion_scores(session, prompts, completions, ())[0]
 
-    A sample that still fails after `session.failures.config.retries` retries is NaN, and its message goes to
+
+def completion_scores(
+    session: Session, prompts: Sequence[Prompt], completions: Sequence[Sequence[int]], fields: Sequence[Field]
+) -> tuple[Tensor, list[Own]]:
+    """Score one completion of each prompt, [N] float64, with `fields`; every rank calls it, N may be 0.
+
+    Only the rank that asks gets the values of the fields; they are 0 elsewhere and for samples that fail. A sample that still
+    fails after `session.failures.config.retries` retries is NaN, and its message goes to
     `session.failures`. Ranks poll each other while servers work, so no collective times out.
 
     Raises:
@@ -34,8 +45,13 @@ def completion_rewards(session: Session, prompts: Sequence[Prompt], completions:
         for source, reward in engine.config.rewards.items()
     ]
 
-    def score(reward: str | HTTPRewardConfig, rows: Sequence[int]) -> Scored:
-        return _score(reward, [prompts[row] for row in rows], [texts[row] for row in rows], retries)
+    own: list[Own] = [
+        tuple(0 if field.per == "sequence" else (0,) * len(one) for field in fields) for one in completions
+    ]
+
+    def score(reward: str | HTTPRewardConfig, rows: Sequence[int]) -> tuple[Scored, dict[int, Own]]:
+        of_rows = [prompts[row] for row in rows], [texts[row] for row in rows], [completions[row] for row in rows]
+        return _score(reward, *of_rows, fields, retries)
 
     tick("asking the reward function")
     well, served = True, [number for number, (reward, _) in enumerate(parts) if isinstance(reward, HTTPRewardConfig)]
@@ -47,31 +63,61 @@ def completion_rewards(session: Session, prompts: Sequence[Prompt], completions:
         scores = torch.zeros(len(texts), dtype=torch.float64)
         for number, (reward, rows) in enumerate(parts):
             if number not in pending and rows:
-                scored = score(reward, rows)
+                scored, values = score(reward, rows)
             elif number in pending and (well or failure(pending[number])):
-                scored = pending[number].result()
+                scored, values = pending[number].result()
             else:
                 continue
             scores[rows] = scored.rewards
+            for row, value in values.items():
+                own[rows[row]] = value
             for row in sorted(scored.faults)[:1]:
                 session.failures.report("reward", str(scored.faults[row]))
         return scores
 
     rewards = score_once(ask, len(texts), engine.replica_groups, engine.groups.data)
     tick("the step's numbers")
-    return rewards
+    return rewards, own
 
 
 def _score(
-    reward: str | HTTPRewardConfig, prompts: Sequence[Prompt], completions: Sequence[str], retries: int
-) -> Scored:
-    function = reward_function(reward)
+    reward: str | HTTPRewardConfig,
+    prompts: Sequence[Prompt],
+    completions: Sequence[str],
+    tokens: Sequence[Sequence[int]],
+    fields: Sequence[Field],
+    retries: int,
+) -> tuple[Scored, dict[int, Own]]:
+    """Score completions, and read `fields` of those that do not fail."""
+    function, own = reward_function(reward), dict[int, Own]()
+    # a server takes ids only to return values of tokens
+    sends_tokens = not isinstance(reward, HTTPRewardConfig) or any(field.per == "token" for field in fields)
 
     def score(rows: Sequence[int]) -> Scored:
-        of_source = [prompts[row] for row in rows]
-        questions, answers = [prompt.text for prompt in of_source], [prompt.answer for prompt in of_source]
-        return function.score(
-            questions, [completions[row] for row in rows], answers, [prompt.extra for prompt in of_source]
-        )
+        of_rows = [prompts[row] for row in rows]
+        questions, answers = [prompt.text for prompt in of_rows], [prompt.answer for prompt in of_rows]
+        ids, extras = [tokens[row] for row in rows] if sends_tokens else None, [prompt.extra for prompt in of_rows]
+        scored = function.score(questions, [completions[row] for row in rows], answers, extras, ids)
+        faults = dict(scored.faults)
+        for place, row in enumerate(rows):
+            if place in faults or not fields:
+                continue
+            try:
+                own[row] = own_values(_plain(scored.fields[place]), fields, len(tokens[row]), _TOKENS)
+            except ValueError as error:
+                name = reward.url if isinstance(reward, HTTPRewardConfig) else repr(reward)
+                faults[place] = ValueError(f"reward {name} of sample {place}: {error}. {_FORM}")
+                scored.rewards[place] = math.nan
+        return Scored(scored.rewards, faults)
 
-    return score_again(score, len(prompts), retries)
+    return score_again(score, len(prompts), retries), own
+
+
+_TOKENS = "tokens of the completion, its end token included"
+_FORM = "It must return {'reward': number, ...} with each field that the loss declares"
+
+
+def _plain(values: Mapping[str, object]) -> dict[str, object]:
+    """Convert tensors, arrays and tuples to numbers and lists."""
+    listed = {name: value.tolist() if hasattr(value, "tolist") else value for name, value in values.items()}
+    return {name: list(value) if isinstance(value, tuple) else value for name, value in listed.items()}

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from parallel_rl.experience import Samples, padded_samples
 from parallel_rl.training.batching.micro_batches import local_share, target_rows, with_own_fields
 from parallel_rl.training.config.algorithms import DistillationConfig, SupervisedConfig
 from parallel_rl.training.config.fields import STEP_LABELS
+from parallel_rl.training.data.examples import Example
+from parallel_rl.training.data.solutions import Solution
 from parallel_rl.training.models.learner import combine_updates
 from parallel_rl.training.models.scoring import with_teacher_logits, with_teacher_topk
 from parallel_rl.training.models.train_step import StepMetrics
@@ -31,16 +35,22 @@ def example_rows(session: Session, first: int, count: int) -> Samples:
     """Read this data rank's part of the next `count` demonstrations."""
     mine = local_share(range(first, first + count), session.engine.groups)
     examples = session.data.read(session.data.examples, mine)
-    rows = target_rows([example.prompt for example in examples], [example.target for example in examples])
-    values, engine = [example.own for example in examples], session.engine
-    return with_own_fields(rows, values, engine.config.own_fields("examples"), engine.float_dtype)
+    return rows_of(session, "examples", examples)
+
+
+def rows_of(session: Session, source: str, records: Sequence[Example | Solution]) -> Samples:
+    """Make the row of each example or solution, with the user's own fields of the source."""
+    prompts, engine = [record.prompt for record in records], session.engine
+    rows, own = target_rows(prompts, [record.target for record in records]), [record.own for record in records]
+    fields = engine.config.own_fields(source)
+    return with_own_fields(rows, own, fields, [len(prompt) for prompt in prompts], engine.float_dtype)
 
 
 def _solution_rows(session: Session, config: SupervisedConfig, first: int) -> Samples:
     """Read this data rank's part of the next solutions, with each step's label at its last token."""
     mine = local_share(range(first, first + config.batch_size), session.engine.groups)
     solutions = session.data.read(session.data.solutions, mine)
-    rows = target_rows([solution.prompt for solution in solutions], [solution.target for solution in solutions])
+    rows = rows_of(session, "solutions", solutions)
     # a truncated solution has lost its last steps
     kept = rows.token_mask.sum(1).tolist()
     labels = [label for solution, steps in zip(solutions, kept, strict=True) for label in solution.labels[:steps]]

@@ -106,15 +106,17 @@ def with_own_fields(
     rows: SamplesT,
     own: Sequence[Sequence[float | tuple[float, ...]]],
     fields: Sequence[Field],
+    starts: Sequence[int],
     dtype: torch.dtype,
 ) -> SamplesT:
-    """Add fields [N] of sequences and [N, S] of tokens, which belong to each rollout's last tokens.
+    """Add the user's own fields, [N] of sequences and [N, S] of tokens.
 
     Args:
         rows: one of each record.
-        own: of each row the values of `fields`, in order.
+        own: of each row the values of `fields`, in order; a cut answer has more values than tokens.
         fields: the user's own.
-        dtype: of fields without integers.
+        starts: place of each row's first value of a token.
+        dtype: of those that hold no integers.
     """
     for number, kept in enumerate(fields):
         kind = torch.int64 if kept.dtype == "integer" else dtype
@@ -123,8 +125,8 @@ def with_own_fields(
             rows = rows.with_fields(**{kept.name: torch.tensor(values, dtype=kind)})
             continue
         column = torch.zeros(rows.input_ids.shape, dtype=kind)
-        for row, (value, end) in enumerate(zip(values, rows.lengths.tolist(), strict=True)):
+        for row, (value, start, end) in enumerate(zip(values, starts, rows.lengths.tolist(), strict=True)):
             assert isinstance(value, tuple)
-            column[row, end - len(value) : end] = torch.tensor(value, dtype=kind)
+            column[row, start:end] = torch.tensor(value[: end - start], dtype=kind)
         rows = rows.with_fields(**{kept.name: column})
     return rows

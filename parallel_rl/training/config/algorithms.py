@@ -18,7 +18,7 @@ from parallel_rl.training.config.fields import (
     RECORDED_FIELDS,
     STEP_LABELS,
     check_fields_available,
-    own_fields,
+    own_names,
 )
 from parallel_rl.training.config.sections import OptimizerConfig
 from parallel_rl.training.config.server import ServerConfig
@@ -41,13 +41,7 @@ class SupervisedConfig:
 
     def __post_init__(self) -> None:
         at_least(self, steps=1, batch_size=1)
-        declared = () if self.source == "solutions" else own_fields(self.loss)
-        check_fields_available(self.loss, {STEP_LABELS: "", **{field.name: "" for field in declared}})
-        if of_tokens := [field.name for field in declared if field.per == "token"]:
-            raise ValueError(
-                f"loss.name = {self.loss.name!r} reads {of_tokens[0]!r} of each token, and data.examples hold texts; they give "
-                "one value for each example (sequence_fields)"
-            )
+        check_fields_available(self.loss, {STEP_LABELS: "", **dict.fromkeys(own_names(self.loss), "")})
         ids = self.loss.options.get("reward_token_ids")
         if self.source == "solutions" and (not isinstance(ids, list | tuple) or len(ids) != 2):
             raise ValueError(
@@ -198,7 +192,7 @@ class RLConfig:
             OBSERVED,
             *RECORDED_FIELDS,
         )
-        names += tuple(field.name for field in own_fields(self.loss))
+        names += own_names(self.loss)
         taught = "" if self.teacher is not None else "which rl.teacher gives; it is missing"
         return {**dict.fromkeys(names, ""), "expert_mask": experts, **dict.fromkeys(OF_TEACHER, taught)}
 
@@ -285,11 +279,12 @@ class DistillationConfig:
         at_least(self, steps=1, batch_size=1)
         self._check_server()
         of_topk = ("teacher_topk_logits", "teacher_topk_indices", "teacher_logsumexp")
+        own = dict.fromkeys(own_names(self.loss) if self.rows == "examples" else (), "")
         if self.top_k is None:
             wanted = "which distillation.top_k gives; set it to a number of words"
-            return check_fields_available(self.loss, {"teacher_logits": "", **dict.fromkeys(of_topk, wanted)})
+            return check_fields_available(self.loss, {"teacher_logits": "", **dict.fromkeys(of_topk, wanted), **own})
         at_least(self, top_k=1)
-        check_fields_available(self.loss, dict.fromkeys(of_topk, ""))
+        check_fields_available(self.loss, {**dict.fromkeys(of_topk, ""), **own})
         needs = self.loss.requirements
         if self.loss.unseen:
             return

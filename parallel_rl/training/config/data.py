@@ -97,6 +97,7 @@ class DataConfig:
             "drop" leaves it out.
         system: system text of conversations that have none.
         step_separator: text after each step of a solution. The step's label belongs to its last token.
+        last_step_only: learn only the label of a solution's last step. false: every label.
         mask_history: learn only the last answer of an example's `messages`. false: every answer.
         buffer_megabytes: data of each source that is held in memory and shuffled at a time; at least one block (a Parquet row
             group).
@@ -119,6 +120,7 @@ class DataConfig:
     invalid: Literal["error", "drop"] = "error"
     system: str | None = None
     step_separator: str = "\n"
+    last_step_only: bool = False
     mask_history: bool = False
     buffer_megabytes: int = 64
     check_gigabytes: float = 1.0
@@ -131,6 +133,8 @@ class DataConfig:
             raise ValueError("invalid = 'drop' has no effect; only data.pairs and data.answers have answers to compare")
         if self.mask_history and self.examples is None:
             raise ValueError("mask_history = True has no effect; only data.examples have answers to learn or to mask")
+        if self.last_step_only and self.solutions is None:
+            raise ValueError("last_step_only = True has no effect; only data.solutions have steps")
         if not self.step_separator:
             raise ValueError(
                 "step_separator = '' is not valid; a text that is not empty is needed, such as a line break"

@@ -67,14 +67,19 @@ _TAKEN = frozenset(
         "untruncated_logprobs",
         *(attribute.name for attribute in dataclasses.fields(Experience)),
         *ESTIMATOR_FIELDS,
-        *FIELDS["examples"],
+        *(name for names in FIELDS.values() for name in names),
         *ROLLOUT_FIELDS,
+        "servers",
     }
 )
 
 
 def own_fields(choice: LossConfig) -> tuple[Field, ...]:
-    """List a loss's declared fields that records must have; ValueError for a reserved name or alignment."""
+    """List the fields that a loss declares and records or rewards must provide, per token or sequence.
+
+    Raises:
+        ValueError: a reserved name, or an alignment that records do not have.
+    """
     fields = choice.requirements.fields
     declared = tuple(
         field for field in fields if field.name not in _GIVEN and field.per in ("token", "sequence") and not field.width
@@ -91,6 +96,11 @@ def own_fields(choice: LossConfig) -> tuple[Field, ...]:
                 "values at their own tokens, so declare alignment 'token'"
             )
     return declared
+
+
+def own_names(choice: LossConfig) -> tuple[str, ...]:
+    """Return the names of `own_fields`."""
+    return tuple(field.name for field in own_fields(choice))
 
 
 def has_unknown_fields(choice: LossConfig) -> bool:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from parallel_rl.config.strict import at_least
 from parallel_rl.losses.choice import LossConfig
-from parallel_rl.training.config.fields import LABELS, PREFERENCE_FIELDS, check_fields_available
+from parallel_rl.training.config.fields import LABELS, PREFERENCE_FIELDS, check_fields_available, own_names
 from parallel_rl.training.config.sections import OptimizerConfig
 
 
@@ -37,7 +37,10 @@ class PreferenceConfig:
             )
         at_least(self, **{self.source: 1})
         check_fields_available(
-            self.loss, dict.fromkeys(PREFERENCE_FIELDS, ""), paired=self.answers is None, scalar_head=True
+            self.loss,
+            dict.fromkeys((*PREFERENCE_FIELDS, *own_names(self.loss)), ""),
+            paired=self.answers is None,
+            scalar_head=True,
         )
         if self.answers is None:
             return

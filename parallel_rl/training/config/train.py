@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from parallel_rl.experience.rewards import named_reward
+from parallel_rl.experience.rewards import NUMBERS_ONLY, named_reward
 from parallel_rl.losses.choice import LossConfig
 from parallel_rl.losses.core.requirements import Field
 from parallel_rl.servers.http_reward import HTTPRewardConfig
 from parallel_rl.training.config.algorithms import DistillationConfig, RLConfig, SupervisedConfig
-from parallel_rl.training.config.data import DataConfig
+from parallel_rl.training.config.data import FIELDS, DataConfig
 from parallel_rl.training.config.fields import has_unknown_fields, own_fields
 from parallel_rl.training.config.model import ModelConfig, check_model_layout
 from parallel_rl.training.config.preference import PreferenceConfig
@@ -113,20 +113,30 @@ class TrainConfig:
 
     def own_fields(self, source: str) -> tuple[Field, ...]:
         """List the user's fields in the records of a source, for the losses that declare them."""
-        if source not in ("examples", "rollouts"):
-            return ()
         fields = {one.name: one for loss in self._losses_on(source) for one in own_fields(loss)}
         return tuple(fields.values())
 
     @property
+    def reward_fields(self) -> tuple[Field, ...]:
+        """List the user's fields that the reward function returns with the reward of a sample."""
+        return () if self.rl is None or self.data.rollouts is not None else own_fields(self.rl.loss)
+
+    @property
     def unknown_sources(self) -> tuple[str, ...]:
         """List sources whose records may have fields of a loss that this process does not import."""
-        sources = ("examples", "solutions", "rollouts")
+        sources = (*FIELDS, "rollouts")
         return tuple(source for source in sources if any(map(has_unknown_fields, self._losses_on(source))))
 
     def _losses_on(self, source: str) -> list[LossConfig]:
         """List the losses that may read extra fields from the records of a source, if it is set."""
-        sections = {"examples": (self.warmup, self.sft), "solutions": (self.sft,), "rollouts": (self.rl,)}[source]
+        experts = self.rl if self.rl is not None and self.rl.experts else None
+        sections = {
+            "examples": (self.warmup, self.sft, self.distillation, experts),
+            "solutions": (self.sft,),
+            "pairs": (self.preference,),
+            "answers": (self.preference,),
+            "rollouts": (self.rl,),
+        }.get(source, ())
         if getattr(self.data, source) is None:
             return []
         return [section.loss for section in sections if section is not None]
@@ -198,17 +208,18 @@ class TrainConfig:
                 raise ValueError(
                     f"rl.{name} = {getattr(rl, name)} has no effect with data.rollouts: nothing is sampled"
                 )
-        for name, key in {**rl.recorded_fields, **{one.name: one.name for one in own_fields(rl.loss)}}.items():
+        for name, key in rl.recorded_fields.items():
             if not recorded:
                 raise ValueError(
                     f"rl.loss.name = {rl.loss.name!r} reads {name!r}, which samples do not have; data.rollouts gives it by "
                     f"the field {key!r} of its records"
                 )
-        if rl.experts and (declared := self.own_fields("rollouts")):
-            raise ValueError(
-                f"rl.experts = {rl.experts} is incompatible with rl.loss.name = {rl.loss.name!r}, which reads "
-                f"{declared[0].name!r} of data.rollouts; demonstrations do not have it"
-            )
+        for own in self.reward_fields:
+            if numbers := [reward for reward in self.rewards.values() if reward in NUMBERS_ONLY]:
+                raise ValueError(
+                    f"rl.loss.name = {rl.loss.name!r} reads {own.name!r}, which reward = {numbers[0]!r} does not return; name "
+                    f"one that returns {{'reward': ..., {own.name!r}: ...}}, or set data.rollouts to records that have it"
+                )
         if recorded and "greedy_rewards" in rl.advantages.needs:
             raise ValueError(
                 f"rl.advantages.name = {rl.advantages.name!r} reads the rewards of greedy answers, which data.rollouts lacks"

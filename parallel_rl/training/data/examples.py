@@ -26,11 +26,13 @@ from parallel_rl.training.data.format import (
     Own,
     Row,
     UnfitRecord,
+    answer_values,
     checked_number,
     field_of,
     numbers_of,
     own_values,
     pick,
+    side_of,
     text_of,
     without_own,
 )
@@ -65,21 +67,23 @@ class Example:
 @final
 @dataclass(frozen=True)
 class Pair:
-    """Two answers to one prompt, the preferred one first."""
+    """Two answers to one prompt, the first preferred, with the values of the user's own fields of each."""
 
     prompt: tuple[int, ...]
     chosen: Target
     rejected: Target
+    own: tuple[Own, Own] = ((), ())
 
 
 @final
 @dataclass(frozen=True)
 class Answer:
-    """One answer to a prompt, with its label: desirable or not."""
+    """One answer to a prompt, desirable or not, with the values of the user's own fields."""
 
     prompt: tuple[int, ...]
     target: Target
     desirable: bool
+    own: Own = ()
 
 
 @final
@@ -139,12 +143,12 @@ def parse_example(row: Row, form: Format) -> Example:
         ValueError: as `parse_prompt`.
     """
     fields, _ = form.fields(row, "examples")
-    own = own_values(row, form.own)
     if "text" in fields:
         if len(fields) > 1:
             raise ValueError(f"'text' is all of a record; it also has {', '.join(map(repr, fields.keys() - {'text'}))}")
         first, *tokens = form.tokenizer.document(text_of(fields, "text"))
-        return Example((first,), Target(tuple(tokens)), own)
+        target = Target(tuple(tokens))
+        return Example((first,), target, answer_values(row, form.own, target))
     asked = conversation(fields, form.system, row)
     if "messages" in fields and "answer" not in fields:
         asked, answers = split_turns(asked, form.mask_history)
@@ -152,7 +156,8 @@ def parse_example(row: Row, form: Format) -> Example:
         answers = answers_of(field_of(fields, "answer", row), "answer", asked)
     _check_weights(answers)
     tools = tools_of(fields)
-    return Example(tuple(form.tokenizer.render(asked, tools)), form.tokenizer.target(asked, answers, tools), own)
+    target = form.tokenizer.target(asked, answers, tools)
+    return Example(tuple(form.tokenizer.render(asked, tools)), target, answer_values(row, form.own, target))
 
 
 def parse_pair(row: Row, form: Format) -> Pair:
@@ -180,7 +185,11 @@ def parse_pair(row: Row, form: Format) -> Pair:
     first, second = (form.tokenizer.target(asked, answers, tools) for answers in sides)
     if first == second:
         raise UnfitRecord(f"'chosen' and 'rejected' have the same tokens, of {brief(chosen)}", "invalid")
-    return Pair(tuple(form.tokenizer.render(asked, tools)), first, second)
+    own = tuple(
+        answer_values(side_of(row, form.own, side), form.own, target)
+        for side, target in (("chosen", first), ("rejected", second))
+    )
+    return Pair(tuple(form.tokenizer.render(asked, tools)), first, second, own)  # type: ignore[arg-type]  # two of them
 
 
 def parse_answer(row: Row, form: Format) -> Answer:
@@ -201,7 +210,8 @@ def parse_answer(row: Row, form: Format) -> Answer:
     answers = answers_of(answer, "answer", asked)
     _check_weights(answers)
     target = form.tokenizer.target(asked, answers, tools)
-    return Answer(tuple(form.tokenizer.render(asked, tools)), target, label == 1)
+    own = answer_values(row, form.own, target)
+    return Answer(tuple(form.tokenizer.render(asked, tools)), target, label == 1, own)
 
 
 def _check_weights(answers: Sequence[Message]) -> None:
@@ -243,7 +253,7 @@ def parse_rollout(row: Row, vocab_size: int, own: Sequence[Field] = ()) -> Rollo
         raise ValueError(f"'sample_mask' = {keep} must be 1 for a sample to train on, or 0")
     segments = _segments(row, len(logprobs)) if "segments" in row else None
     mask = _mask(row, len(logprobs), segments) if "mask" in row else None
-    values = own_values(row, own, len(logprobs))
+    values = own_values(row, own, len(logprobs), "'logprobs'")
     return Rollout(
         tuple(map(int, tokens)),
         tuple(logprobs),
@@ -286,14 +296,15 @@ def _mask(row: Row, count: int, segments: Sequence[int] | None) -> tuple[int, ..
     return mask
 
 
-def write_rollouts(path: Path, rollouts: Iterable[Rollout]) -> None:
-    """Write JSONL for `parse_rollout`."""
+def write_rollouts(path: Path, rollouts: Iterable[Rollout], own: Sequence[Field] = ()) -> None:
+    """Write JSONL that `parse_rollout` reads, with `own`, the user's own fields."""
     lines = []
     for rollout in rollouts:
         value = ("advantage", rollout.advantage) if rollout.reward is None else ("reward", rollout.reward)
         row = {"group": rollout.group, "tokens": rollout.tokens, "logprobs": rollout.logprobs, value[0]: value[1]}
         others = ("staleness", "run", "segments", "mask", "sample_mask")
         row |= {key: x for key in others if (x := getattr(rollout, key)) is not None}
+        row |= {declared.name: value for declared, value in zip(own, rollout.own, strict=True)}
         lines.append(json.dumps(row) + "\n")
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(lines), encoding="utf-8")

@@ -9,7 +9,7 @@ from parallel_rl.config.json_text import all_finite, all_int64, brief, is_finite
 from parallel_rl.config.strict import closest, nearest
 from parallel_rl.losses.core.requirements import Field
 from parallel_rl.training.config.data import FIELDS
-from parallel_rl.training.tokenizer.protocol import Tokenizer
+from parallel_rl.training.tokenizer.protocol import Target, Tokenizer
 
 Row = Mapping[str, object]
 Fields = dict[str, object]
@@ -153,21 +153,88 @@ def _value(row: Row, name: str, column: str) -> object:
 Own = tuple[float | tuple[float, ...], ...]
 
 
-def own_values(row: Row, fields: Sequence[Field], count: int = 0) -> Own:
-    """Read the user's own fields in order: a number of the sequence, or `count` numbers of its tokens."""
+def own_values(row: Row, fields: Sequence[Field], count: int, of: str, need: str = "one for each") -> Own:
+    """Read the user's own fields, in order: a number of the sequence, or a list of `count`.
+
+    Args:
+        row: the values by name.
+        fields: the user's own.
+        count: length of the lists.
+        of: name of what the list is counted by, for the message.
+        need: expected values, for the message.
+
+    Raises:
+        ValueError: a value that is missing, no finite number or integer, or no 0 or 1 of a mask; a list of another length.
+    """
     values: list[float | tuple[float, ...]] = []
     for declared in fields:
         name, integer = declared.name, declared.dtype == "integer"
         if name not in row:
             raise ValueError(f"the field {name!r} is missing; the loss declares it")
+        value = _as_numbers(row[name], declared)
         if declared.per == "sequence":
-            values.append(checked_number(_as_numbers(row[name], declared), name, integer))
-            continue
-        numbers = numbers_of({name: _as_numbers(row[name], declared)}, name, integer)
-        if len(numbers) != count:
-            raise ValueError(f"{name!r} has {len(numbers)} values for {count} 'logprobs'; one for each is needed")
-        values.append(tuple(numbers))
+            numbers: Sequence[float] = [checked_number(value, name, integer)]
+        else:
+            numbers = numbers_of({name: value}, name, integer)
+            if len(numbers) != count:
+                raise ValueError(f"{name!r} has {len(numbers)} values for {count} {of}; {need} is needed")
+        if declared.dtype == "mask" and not {*numbers} <= {0, 1}:
+            raise ValueError(f"{name!r} = {brief(value)} is not valid; a mask is 0 or 1")
+        values.append(numbers[0] if declared.per == "sequence" else tuple(numbers))
     return tuple(values)
+
+
+def answer_values(row: Row, fields: Sequence[Field], target: Target, of: str = "learned answers") -> Own:
+    """Read the user's own fields of an answer; a token takes the number of its learned turn.
+
+    The number of a token's field holds for every turn, a list has one for each. Tokens that are not learned take 0.
+
+    >>> answer_values({"x": [0.5, 2]}, [Field("x")], Target((7, 8, 9, 9), (1, 0, 1, 1)))
+    ((0.5, 0, 2, 2),)
+
+    Raises:
+        ValueError: see `own_values`.
+    """
+    if not fields:
+        return ()
+    turns, last, before = list[int](), -1, 0
+    for learned in target.mask or (1,) * len(target.tokens):
+        last += int(learned and not before)
+        turns.append(last if learned else -1)
+        before = learned
+    of_all = [one.name for one in fields if one.per == "token" and not isinstance(row.get(one.name, []), list)]
+    repeated = {**row, **{name: [row[name]] * (last + 1) for name in of_all}}
+    need = "a number for all or one for each (data.rollouts alone give single tokens their values)"
+    return tuple(
+        tuple(value[turn] if turn >= 0 else 0 for turn in turns) if isinstance(value, tuple) else value
+        for value in own_values(repeated, fields, last + 1, of, need)
+    )
+
+
+_SIDES = ("chosen", "rejected")
+
+
+def side_of(row: Row, fields: Sequence[Field], side: str) -> Row:
+    """Return a pair's row with the values of the user's own fields of "chosen" or "rejected".
+
+    >>> side_of({"x": [0.5, 2]}, [Field("x")], "rejected"), side_of({"x": 1}, [Field("x")], "rejected")
+    ({'x': 2}, {'x': 1})
+
+    Raises:
+        ValueError: a value that is neither a number for both nor {chosen, rejected} nor a list of two.
+    """
+    values = dict(row)
+    for name in [one.name for one in fields if one.name in row]:
+        value = row[name]
+        of_sides = dict(zip(_SIDES, value, strict=False)) if isinstance(value, list) else value
+        if isinstance(of_sides, Mapping):
+            if set(of_sides) != {*_SIDES} or None in of_sides.values() or len(value) != 2:  # type: ignore[arg-type]
+                raise ValueError(
+                    f"{name!r} = {brief(value)} is not valid; {{chosen: ..., rejected: ...}}, a list of these two, or a number "
+                    "for both is needed"
+                )
+            values[name] = of_sides[side]
+    return values
 
 
 def _as_numbers(value: object, declared: Field) -> object:

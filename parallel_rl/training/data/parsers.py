@@ -79,7 +79,8 @@ def _solutions(config: TrainConfig, form: Format) -> Callable[[Row], Solution]:
             f"sft.loss.options.placeholder_token_id = {placeholder} is not the last token of data.step_separator = "
             f"{config.data.step_separator!r}, whose ids are {separator}. Set it to {last}, or choose another separator"
         )
-    return partial(parse_solution, form=form, separator=separator, soft=options.get("soft_labels") is True)
+    soft, last_only = options.get("soft_labels") is True, config.data.last_step_only
+    return partial(parse_solution, form=form, separator=separator, soft=soft, last_only=last_only)
 
 
 def _rewarded_prompt(row: Row, form: Format, rewards: Mapping[str | None, object]) -> Prompt:

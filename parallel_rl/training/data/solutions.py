@@ -8,7 +8,7 @@ from typing import final
 
 from parallel_rl.config.json_text import brief
 from parallel_rl.training.data.conversations import conversation, tools_of
-from parallel_rl.training.data.format import Format, Row, field_of
+from parallel_rl.training.data.format import Format, Own, Row, answer_values, field_of
 from parallel_rl.training.tokenizer.protocol import Target
 
 
@@ -20,15 +20,19 @@ class Solution:
     Attributes:
         prompt: ids.
         target: the steps; its mask is 1 at the last token of each.
-        labels: 1 for a good step and 0 for a bad one; soft labels lie between.
+        labels: of each step, 1 for a good one and 0 for a bad one; soft labels lie between.
+        own: values of the user's own fields.
     """
 
     prompt: tuple[int, ...]
     target: Target
     labels: tuple[float, ...]
+    own: Own = ()
 
 
-def parse_solution(row: Row, form: Format, separator: Sequence[int], soft: bool = False) -> Solution:
+def parse_solution(
+    row: Row, form: Format, separator: Sequence[int], soft: bool = False, last_only: bool = False
+) -> Solution:
     """Read {"prompt": text or messages, "completions": a text for each step, "labels": one for each step}.
 
     A step's tokens are those of its text, then the separator's, as in TRL. A label is true or 1, or false, 0 or -1.
@@ -38,6 +42,7 @@ def parse_solution(row: Row, form: Format, separator: Sequence[int], soft: bool 
         form: of its source.
         separator: ids behind each step.
         soft: labels are probabilities.
+        last_only: learn the last step's label alone.
 
     Raises:
         ValueError: as `parse_prompt`; no steps, a step that is no text, or a step without a valid label.
@@ -57,7 +62,11 @@ def parse_solution(row: Row, form: Format, separator: Sequence[int], soft: bool 
         tokens += ids
         mask += [*[0] * (len(ids) - 1), 1]
     values = tuple(_label(label, f"labels[{number}]", soft) for number, label in enumerate(labels))
-    return Solution(tuple(form.tokenizer.render(asked, tools_of(fields))), Target(tuple(tokens), tuple(mask)), values)
+    own = answer_values(row, form.own, Target(tuple(tokens), tuple(mask)), "steps")
+    if last_only:
+        mask, values = [*[0] * (len(tokens) - 1), 1], values[-1:]
+    prompt = tuple(form.tokenizer.render(asked, tools_of(fields)))
+    return Solution(prompt, Target(tuple(tokens), tuple(mask)), values, own)
 
 
 def _label(label: object, name: str, soft: bool) -> float:

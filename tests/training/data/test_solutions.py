@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from parallel_rl.losses.core.requirements import Field
 from parallel_rl.testing.pool import run_world
 from parallel_rl.training.config.load import load_config
 from parallel_rl.training.config.tokenizer import TokenizerConfig
@@ -17,6 +18,7 @@ from parallel_rl.training.data.fit import shorten
 from parallel_rl.training.data.format import Format
 from parallel_rl.training.data.reading import read_datasets
 from parallel_rl.training.data.solutions import Solution, parse_solution
+from parallel_rl.training.tokenizer.characters import CharTokenizer
 from parallel_rl.training.tokenizer.protocol import Tokenizer
 from tests.training.helpers import CONFIGS, LAYOUTS, assert_near, run, train_rows
 from tests.training.tokenizer.folders import write_tokenizer
@@ -55,6 +57,18 @@ def test_the_ids_and_labels_are_trls(form: str, separator: str, tmp_path: Path) 
     assert [*cut.prompt, *cut.target.tokens] == ids[:-1] and labels_of(cut) == labels[:-1]
 
 
+def test_the_last_step_alone_may_be_learned() -> None:
+    """As by TRL's train_on_last_step_only; a field of one's own has a value for each step."""
+    tokenizer = CharTokenizer("0123456789+=")
+    form = Format(tokenizer, own=(Field("bonus"),))
+    row = {"prompt": "1+1=", "completions": ["2", "34"], "labels": [0, 1], "bonus": [0.5, 2]}
+    whole, last = (parse_solution(row, form, tokenizer.encode("="), last_only=only) for only in (False, True))
+    assert whole.target.mask == (0, 1, 0, 0, 1) and last.target.mask == (0, 0, 0, 0, 1) and last.labels == (1,)
+    assert whole.own == last.own == ((0, 0.5, 0, 0, 2),)
+    with pytest.raises(ValueError, match="'bonus' has 3 values for 2 steps"):
+        parse_solution({**row, "bonus": [1, 2, 3]}, form, tokenizer.encode("="))
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -82,6 +96,7 @@ def test_a_malformed_solution_is_refused(change: dict[str, object], message: str
         ("sft.loss.options.reward_token_ids=null", "reward_token_ids = None is not valid: the steps of data.solutions"),
         ("data.examples=a.jsonl", "data.examples = .* would not be read"),
         ("data.solutions=null", "step_separator = '=' has no effect"),
+        ("data={examples: a.jsonl, last_step_only: true}", "last_step_only = True has no effect"),
     ],
 )
 def test_what_does_not_go_together(option: str, message: str) -> None:

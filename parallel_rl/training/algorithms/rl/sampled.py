@@ -13,8 +13,8 @@ from parallel_rl.experience import Experience, Samples, draw_groups
 from parallel_rl.experience.failures import without_failed_logprobs, without_lone
 from parallel_rl.groups import max_over_ranks, mean_over_ranks, sum_over_ranks
 from parallel_rl.megatron import is_last_stage
-from parallel_rl.training.algorithms.rewards import completion_rewards
-from parallel_rl.training.batching.micro_batches import local_shares
+from parallel_rl.training.algorithms.rewards import completion_rewards, completion_scores
+from parallel_rl.training.batching.micro_batches import local_shares, with_own_fields
 from parallel_rl.training.config.algorithms import RLConfig
 from parallel_rl.training.data.examples import Prompt, Rollout, write_rollouts
 from parallel_rl.training.models.engine import Engine
@@ -70,7 +70,11 @@ def _draw(session: Session, config: RLConfig, step: int, positions: Sequence[int
     samples, lost = without_failed_logprobs(samples)
     if session.served is None and Sharing(engine).asks:
         session.failures.report_logprobs("the trainer's sampler", lost, ids)
-    rewards = completion_rewards(session, prompts, samples.responses()).to(engine.float_dtype)
+    fields = engine.config.reward_fields
+    scores, own = completion_scores(session, prompts, samples.responses(), fields)
+    rewards = scores.to(engine.float_dtype)
+    made = with_own_fields(samples, own, fields, [len(prompt) for prompt in tokens], engine.float_dtype).tensors()
+    others |= {one.name: Sharing(engine).spread(made[one.name], tuple(made[one.name].shape)) for one in fields}
     if "greedy_rewards" in config.advantages.needs:
         if session.served is None:
             greedy = sample(engine, tokens[::size], positions, seed, settings, greedy=True)
@@ -98,6 +102,8 @@ def _record(engine: Engine, experience: Experience, step: int) -> None:
     columns = [fields[name].tolist() for name in ("input_ids", "generation_logprobs", "group_ids", "rewards")]
     columns.append(fields["staleness"].tolist() if "staleness" in fields else [None] * len(experience))
     columns.append([None if kept else 0 for kept in fields["sample_mask"].tolist()])
+    own = engine.config.reward_fields
+    values = zip(*(fields[one.name].tolist() for one in own), strict=True) if own else [()] * len(experience)
     rollouts = [
         Rollout(
             tuple(tokens[:end]),
@@ -106,11 +112,15 @@ def _record(engine: Engine, experience: Experience, step: int) -> None:
             reward,
             None,
             staleness,
+            own=tuple(tuple(value[start:end]) if isinstance(value, list) else value for value in row),
             sample_mask=keep,
         )
-        for start, end, tokens, logprobs, group, reward, staleness, keep in zip(starts, ends, *columns, strict=True)
+        for start, end, tokens, logprobs, group, reward, staleness, keep, row in zip(
+            starts, ends, *columns, values, strict=True
+        )
     ]
-    write_rollouts(Path(engine.config.run.dir) / "rollouts" / f"step_{step + 1:06d}_{where.dp_rank}.jsonl", rollouts)
+    path = Path(engine.config.run.dir) / "rollouts" / f"step_{step + 1:06d}_{where.dp_rank}.jsonl"
+    write_rollouts(path, rollouts, own)
 
 
 def ask_ahead(session: Session, config: RLConfig, at: TrainProgress) -> None:

@@ -22,7 +22,8 @@ from parallel_rl.experience import (
 )
 from parallel_rl.groups import group_sum, mean_over_ranks
 from parallel_rl.training.algorithms.rl.sampled import ask_ahead, mask_stale, sampled_experience
-from parallel_rl.training.batching.micro_batches import local_shares, target_rows, with_own_fields
+from parallel_rl.training.algorithms.supervised import rows_of
+from parallel_rl.training.batching.micro_batches import local_shares, with_own_fields
 from parallel_rl.training.config.algorithms import RLConfig
 from parallel_rl.training.config.fields import OBSERVED
 from parallel_rl.training.data.datasets import check_cut
@@ -106,8 +107,8 @@ def recorded_experience(session: Session, config: RLConfig, at: TrainProgress) -
     )
     if "run_ids" in config.recorded_fields:
         experience = experience.with_fields(run_ids=_ids([record.run or 0 for record in mine]))
-    values = [record.own for record in mine]
-    experience = with_own_fields(experience, values, engine.config.own_fields("rollouts"), engine.float_dtype)
+    own = [record.own for record in mine]
+    experience = with_own_fields(experience, own, engine.config.own_fields("rollouts"), starts, engine.float_dtype)
     if any(record.segments is not None for record in batch):
         experience = _with_turns(experience, mine)
     if batch[0].reward is None:
@@ -132,7 +133,7 @@ def demonstrations(session: Session, config: RLConfig, at: TrainProgress) -> Exp
     first, groups = at.next("examples"), session.engine.groups
     positions = [first + position for position in local_shares(config.experts, config.updates, groups)]
     examples = session.data.read(session.data.examples, positions)
-    samples = target_rows([example.prompt for example in examples], [example.target for example in examples])
+    samples = rows_of(session, "examples", examples)
     ids = torch.tensor([_EXPERTS + position for position in positions])
     return Experience.of(samples).with_fields(sample_ids=ids, expert_mask=torch.ones(len(positions), dtype=torch.bool))
 
