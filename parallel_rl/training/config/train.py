@@ -187,7 +187,15 @@ class TrainConfig:
         rl = self.rl
         if rl is None:
             return
-        recorded = self.data.rollouts is not None
+        recorded, limit = self.data.rollouts is not None, rl.failed_samples.timeout
+        if limit is not None and not any(isinstance(reward, str) for reward in self.rewards.values()):
+            raise ValueError(
+                f"rl.failed_samples.timeout = {limit:g} has no effect on a server, which reward.timeout limits; remove it"
+            )
+        if limit is not None and limit >= self.run.timeout:
+            raise ValueError(
+                f"rl.failed_samples.timeout = {limit:g} must be below run.timeout = {self.run.timeout:g}, which ends the run"
+            )
         if not recorded and rl.group_size == 1 and getattr(rl.advantages, "singleton", "zero") == "error":
             raise ValueError(
                 "rl.group_size = 1 makes groups of one, which rl.advantages.singleton = 'error' refuses; raise it, "

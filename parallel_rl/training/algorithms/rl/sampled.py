@@ -68,18 +68,20 @@ def _draw(session: Session, config: RLConfig, step: int, positions: Sequence[int
     samples, lost = without_failed_logprobs(samples)
     if session.served is None and Sharing(engine).asks:
         session.failures.report_logprobs("the trainer's sampler", lost, ids)
-    rewards = completion_rewards(session, prompts, samples.responses()).to(engine.float_dtype)
+    scores, late = completion_rewards(session, prompts, samples.responses())
+    rewards = scores.to(engine.float_dtype)
     if "greedy_rewards" in config.advantages.needs:
         if session.served is None:
             greedy = sample(engine, tokens[::size], positions, seed, settings, greedy=True)
         else:
             greedy, *_, fault = session.served.draw(tokens[::size], positions, seed, greedy=True)
             session.failures.report_unread(fault)
-        of_greedy = completion_rewards(session, prompts[::size], greedy.responses())
-        of_greedy = of_greedy.to(engine.float_dtype).repeat_interleave(size)
+        scores, greedy_late = completion_rewards(session, prompts[::size], greedy.responses())
+        of_greedy = scores.to(engine.float_dtype).repeat_interleave(size)
+        late = late | greedy_late.repeat_interleave(size)
         rewards[of_greedy.isnan()] = torch.nan
         others["greedy_rewards"] = of_greedy.nan_to_num(0.0)
-    failed = {"logprobs": lost, "reward": rewards.isnan() & ~lost}
+    failed = {"logprobs": lost, "reward": rewards.isnan() & ~lost & ~late, "timeout": late & ~lost}
     session.failures.count(len(samples), failed, engine.groups.data, engine.replica_groups)
     rewards[lost] = torch.nan
     rewards = without_lone(rewards, size) if config.advantages.grouped else rewards
