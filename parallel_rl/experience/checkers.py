@@ -96,6 +96,9 @@ class _Worker:
             verdict = process.stdout.readline().strip() if ready else ""
         except OSError:
             verdict = ""
+        except BaseException:  # interrupted: the next question must not get this answer
+            self.close()
+            raise
         if verdict not in ("0", "1"):  # too slow, or out of memory
             self.close()
         return verdict == "1"

@@ -12,13 +12,13 @@ from torch.distributed import ProcessGroup
 
 from parallel_rl.advantages.table import SampleTable, by_group
 from parallel_rl.agreement import communication_device, raise_on_all_ranks
-from parallel_rl.config.strict import at_least
+from parallel_rl.config.strict import at_least, positive
 from parallel_rl.experience.samples import Samples
 from parallel_rl.groups import group_sum
 from parallel_rl.servers.completions import MINUS_INFINITY
 from parallel_rl.servers.http_reward import Scored
 
-CAUSES = ("logprobs", "reward")
+CAUSES = ("logprobs", "reward", "timeout")
 
 
 @dataclass(frozen=True)
@@ -28,12 +28,15 @@ class FailedSamplesConfig:
     Attributes:
         retries: attempts to draw or score such a sample again before it is masked.
         max_share: share of a step's samples that may be masked; more end the run.
+        timeout: seconds for a reward function in Python to score one sample, each time. null: no limit.
     """
 
     retries: int = 2
     max_share: float = 0.1
+    timeout: float | None = None
 
     def __post_init__(self) -> None:
+        positive(self, "timeout", below=math.inf)
         at_least(self, retries=0, max_share=0)
         if self.max_share > 1:
             raise ValueError(f"max_share = {self.max_share} must be at most 1, all samples of a step")

@@ -7,6 +7,7 @@ import math
 import numbers
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -18,6 +19,7 @@ from parallel_rl.config.json_text import brief, is_finite
 from parallel_rl.config.names import is_left, not_registered
 from parallel_rl.config.shown import shown
 from parallel_rl.config.strict import configure
+from parallel_rl.experience import time_limit
 from parallel_rl.experience.checkers import check_math, exact_match, math_equal, think_format
 from parallel_rl.groups import group_rank
 from parallel_rl.servers.http_reward import HTTPReward, HTTPRewardConfig, Scored, split_score
@@ -113,7 +115,7 @@ def named_reward(reward: object, where: str = "reward") -> str | HTTPRewardConfi
     raise ValueError(f"{where} = {shown(reward)} is not valid; a name, a server's URL or its options are needed")
 
 
-def reward_function(reward: str | Checker | HTTPRewardConfig | Mapping) -> RewardFunction:
+def reward_function(reward: str | Checker | HTTPRewardConfig | Mapping, timeout: float | None = None) -> RewardFunction:
     """Build a batch reward function from its config.
 
     >>> reward_function("exact_match")(["1+1="], ["2"], ["2"])
@@ -122,6 +124,7 @@ def reward_function(reward: str | Checker | HTTPRewardConfig | Mapping) -> Rewar
     Args:
         reward: a registered name, a URL ("http://..."), the options of a server (`HTTPRewardConfig`), or a function (prompt,
             completion, answer) -> float or {"reward": float, ...}, optionally with `extra`, a mapping, and `tokens`, ids.
+        timeout: seconds for each call of a Python function; None: no limit. A server has a `timeout` of its own.
 
     Returns:
         [N] float64 on the host, from (prompts, completions, answers), N strings each, and `extras`, N mappings. If a Python
@@ -131,12 +134,14 @@ def reward_function(reward: str | Checker | HTTPRewardConfig | Mapping) -> Rewar
     Raises:
         ValueError: an unregistered name, a function with other arguments, or invalid options.
     """
+    if timeout is not None and not 0 < timeout < math.inf:
+        raise ValueError(f"timeout = {timeout} of a reward function must be positive and finite")
     if callable(reward):
         name = getattr(reward, "__name__", repr(reward))
         _check_signature(name, reward)
-        return _Checked(reward, name)
+        return _Checked(reward, name, timeout)
     named = named_reward(reward)
-    return HTTPReward(named) if isinstance(named, HTTPRewardConfig) else _Checked(checker(named), named)
+    return HTTPReward(named) if isinstance(named, HTTPRewardConfig) else _Checked(checker(named), named, timeout)
 
 
 def score_once(
@@ -168,9 +173,13 @@ def score_once(
     return sum_over_groups(raise_on_all_ranks(ask, [*sharing, data]), sharing)
 
 
+class RewardTimeout(ValueError):
+    """A reward function took longer than its time limit for one sample."""
+
+
 class _Checked:
-    def __init__(self, function: Checker, name: str) -> None:
-        self.function, self.name, self._reads = function, name, _reads(function)
+    def __init__(self, function: Checker, name: str, timeout: float | None) -> None:
+        self.function, self.name, self._reads, self._timeout = function, name, _reads(function), timeout
 
     def __call__(
         self,
@@ -189,6 +198,7 @@ class _Checked:
         extras: Sequence[Extra] | None = None,
         tokens: Sequence[Sequence[int]] | None = None,
     ) -> Scored:
+        time_limit.check_time_limit(self._timeout)
         values, faults, fields = list[float](), dict[int, Exception](), list[Mapping[str, object]]()
         others: Sequence[Extra] = [{}] * len(prompts) if extras is None else extras
         for index, (*sample, extra) in enumerate(zip(prompts, completions, answers, others, strict=True)):
@@ -196,9 +206,14 @@ class _Checked:
             fields.append({})
             given: dict[str, object] = {"extra": extra} | ({} if tokens is None else {"tokens": tokens[index]})
             try:
-                value: object = self.function(*sample, **{name: given[name] for name in self._reads if name in given})
+                options = {name: given[name] for name in self._reads if name in given}
+                value: object = time_limit.within(self._timeout, partial(self.function, *sample, **options))
             except Unavailable:  # a server that may answer later
                 raise
+            except time_limit.TimeLimitExceeded as error:
+                what = f"took longer than timeout = {self._timeout:g} seconds{_place(error)}"
+                faults[index] = RewardTimeout(f"reward {self.name!r} of sample {index} {what}")
+                continue
             except Exception as error:
                 what = f"reward {self.name!r} of sample {index} failed{_place(error)}: {describe(error)}"
                 faults[index] = ValueError(what)
@@ -239,9 +254,10 @@ def _check_signature(name: str, function: Checker) -> None:
         ) from None
 
 
-def _place(error: Exception) -> str:
+def _place(error: BaseException) -> str:
     """Return the line in the reward where it failed; empty for a built-in function."""
-    frames = traceback.extract_tb(error.__traceback__)[1:2]
+    callers = (__file__, time_limit.__file__)
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename not in callers][:1]
     return "".join(f" at {frame.filename}:{frame.lineno}" for frame in frames)
 
 

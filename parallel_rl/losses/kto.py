@@ -20,6 +20,7 @@ from parallel_rl.losses.pairs import response_sum
 from parallel_rl.losses.registry import register_loss
 from parallel_rl.metrics import Metric, Metrics
 from parallel_rl.statistics import Statistics
+from parallel_rl.validation import checks_values
 
 
 @dataclass(frozen=True)
@@ -53,14 +54,15 @@ class KTOLossFn(LossFn[KTOLossConfig]):
     with + and λ_D for desirable rows, − and λ_U for undesirable ones. z₀ and N_labelled are of the whole optimizer step, so
     the loss needs `statistics=` of its `collect`. `data` holds the common fields, reference_policy_logprobs [B, S]
     and preference_labels [B]: +1 desirable, −1 undesirable, 0 a mismatched (prompt i, response j) row, which enters z₀
-    only; or bools, True desirable and False undesirable. A side without rows adds nothing; without KL rows z₀ is 0. Sums
-    over a response run in float64.
+    only; or bools, True desirable and False undesirable. Labels 1 and 0 of a file mean True and False: pass
+    `labels.bool()`. A side without rows adds nothing; without KL rows z₀ is 0. Sums over a response run in float64.
 
     Metrics: loss, kl_desirable and kl_undesirable (z₀ of each class), rewards_desirable_mean, rewards_undesirable_mean (D,
     without β), num_desirable, num_undesirable, num_mismatched, overflow_tokens (with an infinite log-ratio: not in D).
 
     Raises:
-        ValueError: see `LossFn`; a label other than +1, −1 and 0.
+        ValueError: see `LossFn`; a label other than +1, −1 and 0; a step with labels 0 and none −1, unless the baseline is
+            "mismatched" and as many rows are 0 as +1.
 
     Papers: arXiv 2402.01306 (KTO), 2408.06266 (APO-zero).
 
@@ -91,6 +93,7 @@ class KTOLossFn(LossFn[KTOLossConfig]):
 
     def compute(self, batch: TokenBatch) -> tuple[Tensor, Metrics]:
         cfg, sides = self.config, _sides(batch)
+        self._check_sides(batch.statistics)
         ratios, overflow = _log_ratios(batch)
         good, bad = sides["desirable"], sides["undesirable"]
         labelled = batch.statistics["desirable_rows"] + batch.statistics["undesirable_rows"]
@@ -113,6 +116,18 @@ class KTOLossFn(LossFn[KTOLossConfig]):
                 total = sequence_mean(batch, ratios, rows, one).value
                 metrics[f"rewards_{side}_mean"] = Metric("ratio", total, number.value, f"{side} sequences")
         return loss, Metrics(metrics | overflow_tokens(batch, [overflow]))
+
+    def _check_sides(self, statistics: Statistics) -> None:
+        """Refuse a step whose labels are 1 and 0 where they mean good and bad."""
+        if not checks_values(statistics["mismatched_rows"]):
+            return
+        good, bad, zeros = (int(statistics[f"{side}_rows"]) for side in ("desirable", "undesirable", "mismatched"))
+        if zeros == 0 or bad > 0 or (zeros == good and self.config.baseline == "mismatched"):
+            return
+        raise ValueError(
+            f"preference_labels of this step are 0 in {zeros} rows, +1 in {good} and -1 in none, but 0 marks the mismatched "
+            "rows of the baseline; if 0 means undesirable, pass preference_labels.bool(), or -1 in place of 0"
+        )
 
     def _baselines(self, statistics: Statistics) -> tuple[Tensor, Tensor]:
         """z₀ of desirable and of undesirable rows."""

@@ -85,7 +85,7 @@ def make_batch(
         "sample_ids": torch.randperm(max(1000, rows), generator=g)[:rows],
         "returns": near(0.5),
         "values": near(0.4),
-        "preference_labels": torch.tensor(_cycled([1, 1, 0, 1, 1, -1, 0, 1, 1, -1, -1, 0], rows)).double(),
+        "preference_labels": torch.tensor(_cycled([1, -1, 0, 1, 1, 1, 0, 1, 1, -1, -1, 0], rows)).double(),
         "preference_margins": torch.rand(rows, generator=g).to(kind).double(),
         "reward_labels": torch.tensor([*REWARD_IDS, -100])[torch.randint(0, 3, (rows, width), generator=g)],
     }

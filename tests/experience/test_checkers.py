@@ -13,6 +13,7 @@ import pytest
 
 from parallel_rl.experience import checkers, reward_function
 from parallel_rl.experience.checkers import math_equal, think_format
+from parallel_rl.experience.time_limit import TimeLimitExceeded, within
 from parallel_rl.servers.workers import Workers
 from tests.servers.server import serve
 
@@ -58,6 +59,8 @@ def test_math(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checkers, "_SECONDS", 0.5)
     assert math_equal("", "\\boxed{9^{9^{9^9}}}", "7") == 0
     monkeypatch.undo()
+    with pytest.raises(TimeLimitExceeded):
+        within(0.2, partial(math_equal, "", "\\boxed{9^{9^{9^9}}}", "7"))
     assert math_equal("", "\\boxed{7}", "7") == 1
 
 

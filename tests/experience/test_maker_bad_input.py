@@ -134,6 +134,11 @@ def test_missing_sources(config: dict, message: str) -> None:
         ({"dynamic_sampling": {"low": 1}}, r"low = 1\.0 must be below high = 1\.0"),
         ({"dynamic_sampling": {"max_rounds": 1}}, "max_rounds = 1 must be at least 2"),
         ({"dynamic_sampling": {"exhausted": "skip"}}, "dynamic_sampling.exhausted = 'skip' is not valid"),
+        (
+            {"failed_samples": {"timeout": 5}},
+            r"failed_samples\.timeout = 5 has no effect on sources\.score; give it to",
+        ),
+        ({"failed_samples": {"timeout": 0}}, r"failed_samples: timeout = 0\.0 must be positive"),
         ({"overlong": "soft"}, "overlong.name = 'soft' is not valid; valid: dapo, stop_properly"),
     ],
 )

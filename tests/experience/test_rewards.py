@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+import re
+import signal
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -12,7 +17,7 @@ import torch.distributed as dist
 from parallel_rl.agreement import Unavailable
 from parallel_rl.experience import register_reward, reward_function
 from parallel_rl.experience.failures import score_again
-from parallel_rl.experience.rewards import checker, exact_match, score_once
+from parallel_rl.experience.rewards import RewardTimeout, checker, exact_match, score_once
 from parallel_rl.servers.http_reward import Scored
 from parallel_rl.testing.pool import WorldError, run_world
 
@@ -95,6 +100,63 @@ def test_a_sample_that_fails_is_scored_again_and_then_left() -> None:
     assert str(faults[2]).startswith("reward 'unsteady' of sample 2 is None; a finite number is needed")
     assert [calls.count(prompt) for prompt in prompts] == [1, 2, 3]
     assert score_again(score, 3, 0).faults.keys() == {2}
+
+
+def sleeps() -> None:
+    time.sleep(60)
+
+
+def loops() -> None:
+    while True:
+        pass
+
+
+def hides_it() -> None:
+    """It comes again where the function catches it; the pool waits for its thread."""
+    try:
+        loops()
+    except BaseException:
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(time.sleep, 1.5)
+
+
+def ignores_errors() -> None:
+    while True:
+        with contextlib.suppress(Exception):
+            re.match("(a+)+$", 40 * "a" + "b")
+
+
+@pytest.mark.parametrize("wait", [sleeps, loops, hides_it, ignores_errors])
+def test_a_sample_that_takes_for_ever_ends_at_the_limit(wait: Callable[[], None]) -> None:
+    """The others keep their rewards; handler and timer of the process are as before."""
+
+    def slow(prompt: str, completion: str, answer: str) -> float:
+        if completion == "x":
+            wait()
+        return 1.0
+
+    before, began = signal.getsignal(signal.SIGALRM), time.monotonic()
+    rewards, faults = reward_function(slow, timeout=0.05).score(["a"] * 3, ["", "x", ""], [""] * 3)
+    assert time.monotonic() - began < 5
+    assert rewards[[0, 2]].tolist() == [1, 1] and rewards[1].isnan() and faults.keys() == {1}
+    line = slow.__code__.co_firstlineno + 2
+    told = rf"reward 'slow' of sample 1 took longer than timeout = 0.05 seconds at .*test_rewards.py:{line}"
+    assert isinstance(faults[1], RewardTimeout)
+    assert re.fullmatch(told, str(faults[1])) or wait is hides_it
+    assert signal.getsignal(signal.SIGALRM) is before and signal.getitimer(signal.ITIMER_REAL) == (0, 0)
+
+
+def test_a_time_limit_that_cannot_be_kept_is_refused() -> None:
+    limited = reward_function(half, timeout=5)
+    assert limited(*TEXTS).tolist() == [0.5, 0.5]
+    with (
+        ThreadPoolExecutor(1) as pool,
+        pytest.raises(ValueError, match=r"timeout = 5 of a reward function needs the main"),
+    ):
+        pool.submit(limited, *TEXTS).result()
+    for timeout in (0, -1, float("inf"), float("nan")):
+        with pytest.raises(ValueError, match=rf"timeout = {timeout} of a reward function must be positive and finite"):
+            reward_function(half, timeout=timeout)
 
 
 def test_one_of_other_arguments_is_refused_at_once() -> None:

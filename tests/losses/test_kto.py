@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from parallel_rl import KTOLossFn, Statistics, count_valid
@@ -105,14 +105,30 @@ def test_the_opposite_class_gives_the_baseline() -> None:
     assert got.metrics["kl_undesirable"] == pytest.approx((D[0] + D[4]) / 2)
 
 
-@pytest.mark.parametrize("side", [1.0, -1.0, 0.0])
+@pytest.mark.parametrize("side", [1.0, -1.0])
 @pytest.mark.parametrize("baseline", ["mismatched", "opposite-class", "none"])
 def test_one_side_alone(side: float, baseline: str) -> None:
-    """Q18: an empty class, no KL row or nothing but KL rows give numbers, and nothing labelled an exact zero."""
+    """Q18: an empty class and no KL row give numbers."""
     got = golden({"baseline": baseline}, [side] * 6)
     assert math.isfinite(got.loss) and bool(got.gradient.isfinite().all())
     assert all(map(math.isfinite, got.metrics.values()))
-    assert (got.loss == 0 and not got.gradient.any()) == (side == 0)
+    assert got.loss > 0 and bool(got.gradient.any())
+
+
+@pytest.mark.parametrize("baseline", ["mismatched", "opposite-class", "none"])
+@pytest.mark.parametrize("labels", [[0] * 6, [1, 0, 0, 0, 0, 0], [1, 1, 1, 1, 0, 0], [1, 0, 1, 0, 1, 0]], ids=str)
+def test_labels_1_and_0_that_mean_good_and_bad_are_refused(labels: list[float], baseline: str) -> None:
+    """... of the whole step. As many rows of the baseline as good answers are a step without bad ones."""
+    if sum(labels) == 3 and baseline == "mismatched":
+        assert golden({"baseline": baseline}, labels).metrics["num_mismatched"] == 3
+        return
+    zeros = labels.count(0)
+    message = rf"are 0 in {zeros} rows, \+1 in {6 - zeros} and -1 in none, .* pass preference_labels\.bool\(\), or -1"
+    with pytest.raises(ValueError, match=message):
+        golden({"baseline": baseline}, labels)
+    logits, data = one_token_rows(POLICY, REFERENCE)
+    data["preference_labels"] = torch.tensor([*labels[:5], -1.0], dtype=torch.float64)
+    step(KTOLossFn({"baseline": baseline}), logits, data, [range(3), range(3, 6)])
 
 
 def test_nothing_valid_is_an_exact_connected_zero() -> None:
@@ -148,6 +164,8 @@ def test_order_and_micro_batches_change_nothing(
 ) -> None:
     """The KL and the denominators are of the whole step, however few of its rows a micro-batch holds."""
     batch = make_batch(4, False, "kto", torch.float64)
+    valid = [label for label, kept in zip(labels, batch.data["sample_mask"].tolist(), strict=True) if kept]
+    assume(-1.0 in valid or 0.0 not in valid)
     data = {**batch.data, "preference_labels": torch.tensor(labels, dtype=torch.float64)}
     loss_fn = KTOLossFn({"baseline": baseline, "undesirable_weight": 0.6})
     whole = step(loss_fn, batch.logits, data)

@@ -7,6 +7,7 @@ import io
 import json
 import random
 import shutil
+import time
 import warnings
 from pathlib import Path
 from unittest import mock
@@ -123,6 +124,14 @@ def logged_rows(folder: Path) -> Rows:
 def sevens(prompt: str, completion: str, answer: str) -> float:
     """A checker that a policy can learn in a few steps: the share of sevens."""
     return completion.count("7") / max(len(completion), 1)
+
+
+@register_reward("stuck_on_odd")
+def stuck_on_odd(prompt: str, completion: str, answer: str) -> float:
+    while completion[-1:] in {*"13579"}:
+        with contextlib.suppress(Exception):
+            time.sleep(60)
+    return len(completion) / 8
 
 
 @register_reward("no_zeros")

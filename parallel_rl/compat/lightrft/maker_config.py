@@ -56,4 +56,9 @@ class ExperienceConfig(RewardShaping):
                     )
         if self.kl_target is not None and not self.advantages.kl_coefficient:
             raise ValueError(f"kl_target = {self.kl_target} needs advantages.kl_coefficient above 0 to start from")
+        if self.failed_samples.timeout is not None:
+            raise ValueError(
+                f"failed_samples.timeout = {self.failed_samples.timeout:g} has no effect on sources.score; give it to "
+                "reward_function(..., timeout=)"
+            )
         kl_controller(self.advantages.kl_coefficient, self.kl_target, self.kl_horizon)

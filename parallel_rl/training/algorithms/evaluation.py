@@ -147,7 +147,7 @@ def evaluate(session: Session, config: EvaluationConfig, at: TrainProgress) -> E
         chosen = raise_on_all_ranks(partial(_each, prompts, [index // samples for index in ids]))
         sources |= {index // samples: prompt.source for index, prompt in zip(ids, chosen, strict=True)}
         completions = _draw(session, chosen, ids)
-        rewards.append(completion_rewards(session, chosen, completions))
+        rewards.append(completion_rewards(session, chosen, completions).values)
         shown += _shown(session, config, ids, chosen, completions, rewards[-1].nan_to_num(0.0))
     local = torch.cat(rewards)
     session.failures.count(len(local), {"reward": local.isnan()}, groups.data, engine.replica_groups)

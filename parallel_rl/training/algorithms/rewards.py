@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from parallel_rl.cluster.heartbeat import tick
-from parallel_rl.experience.failures import score_again
-from parallel_rl.experience.rewards import reward_function, score_once
+from parallel_rl.experience.failures import FailedSamplesConfig, score_again
+from parallel_rl.experience.rewards import RewardTimeout, reward_function, score_once
 from parallel_rl.losses.core.requirements import Field
 from parallel_rl.servers.http_reward import HTTPRewardConfig, Scored
 from parallel_rl.servers.workers import Workers
@@ -21,24 +22,35 @@ from parallel_rl.training.rollouts.sharing import Sharing, failure
 from parallel_rl.training.session import Session
 
 
-def completion_rewards(session: Session, prompts: Sequence[Prompt], completions: Sequence[Sequence[int]]) -> Tensor:
-    """Score one completion of each prompt, [N] float64; see `completion_scores`."""
-    return completion_scores(session, prompts, completions, ())[0]
+class CompletionRewards(NamedTuple):
+    """Rewards of completions.
+
+    Attributes:
+        values: [N] float64, NaN for each sample that failed.
+        timed_out: [N], samples that failed by the time limit.
+        own: values of the loss's fields; 0 on ranks that do not score and for samples that failed.
+    """
+
+    values: Tensor
+    timed_out: Tensor
+    own: list[Own]
 
 
-def completion_scores(
-    session: Session, prompts: Sequence[Prompt], completions: Sequence[Sequence[int]], fields: Sequence[Field]
-) -> tuple[Tensor, list[Own]]:
-    """Score one completion of each prompt, [N] float64, with `fields`; every rank calls it, N may be 0.
+def completion_rewards(
+    session: Session,
+    prompts: Sequence[Prompt],
+    completions: Sequence[Sequence[int]],
+    fields: Sequence[Field] = (),
+) -> CompletionRewards:
+    """Score one completion of each prompt and read `fields`; every rank calls it, N may be 0.
 
-    Only the rank that asks gets the values of the fields; they are 0 elsewhere and for samples that fail. A sample that still
-    fails after `session.failures.config.retries` retries is NaN, and its message goes to
+    A sample that still fails after `session.failures.config.retries` retries is NaN, and its message goes to
     `session.failures`. Ranks poll each other while servers work, so no collective times out.
 
     Raises:
         ValueError, RuntimeError: the reward function failed on some rank; on all ranks. Unavailable: its server is away.
     """
-    engine, sharing, retries = session.engine, Sharing(session.engine), session.failures.config.retries
+    engine, sharing, config = session.engine, Sharing(session.engine), session.failures.config
     texts = [session.tokenizer.decode(completion) for completion in completions]
     parts = [
         (reward, [row for row, prompt in enumerate(prompts) if source in (None, prompt.source)])
@@ -51,7 +63,7 @@ def completion_scores(
 
     def score(reward: str | HTTPRewardConfig, rows: Sequence[int]) -> tuple[Scored, dict[int, Own]]:
         of_rows = [prompts[row] for row in rows], [texts[row] for row in rows], [completions[row] for row in rows]
-        return _score(reward, *of_rows, fields, retries)
+        return _score(reward, *of_rows, fields, config)
 
     tick("asking the reward function")
     well, served = True, [number for number, (reward, _) in enumerate(parts) if isinstance(reward, HTTPRewardConfig)]
@@ -60,7 +72,7 @@ def completion_scores(
         well = sharing.wait([*pending.values()])
 
     def ask() -> Tensor:
-        scores = torch.zeros(len(texts), dtype=torch.float64)
+        scores, timed_out = torch.zeros(2, len(texts), dtype=torch.float64)
         for number, (reward, rows) in enumerate(parts):
             if number not in pending and rows:
                 scored, values = score(reward, rows)
@@ -71,13 +83,16 @@ def completion_scores(
             scores[rows] = scored.rewards
             for row, value in values.items():
                 own[rows[row]] = value
-            for row in sorted(scored.faults)[:1]:
-                session.failures.report("reward", str(scored.faults[row]))
-        return scores
+            late = [row for row, fault in scored.faults.items() if isinstance(fault, RewardTimeout)]
+            timed_out[[rows[row] for row in late]] = 1
+            for cause, failed in (("timeout", {*late}), ("reward", {*scored.faults}.difference(late))):
+                for row in sorted(failed)[:1]:
+                    session.failures.report(cause, str(scored.faults[row]))
+        return torch.cat([scores, timed_out])
 
-    rewards = score_once(ask, len(texts), engine.replica_groups, engine.groups.data)
+    scores, timed_out = score_once(ask, 2 * len(texts), engine.replica_groups, engine.groups.data).view(2, -1)
     tick("the step's numbers")
-    return rewards, own
+    return CompletionRewards(scores, timed_out > 0, own)
 
 
 def _score(
@@ -86,10 +101,10 @@ def _score(
     completions: Sequence[str],
     tokens: Sequence[Sequence[int]],
     fields: Sequence[Field],
-    retries: int,
+    config: FailedSamplesConfig,
 ) -> tuple[Scored, dict[int, Own]]:
     """Score completions, and read `fields` of those that do not fail."""
-    function, own = reward_function(reward), dict[int, Own]()
+    function, own = reward_function(reward, config.timeout), dict[int, Own]()
     # a server takes ids only to return values of tokens
     sends_tokens = not isinstance(reward, HTTPRewardConfig) or any(field.per == "token" for field in fields)
 
@@ -110,7 +125,7 @@ def _score(
                 scored.rewards[place] = math.nan
         return Scored(scored.rewards, faults)
 
-    return score_again(score, len(prompts), retries), own
+    return score_again(score, len(prompts), config.retries), own
 
 
 _TOKENS = "tokens of the completion, its end token included"

@@ -197,7 +197,15 @@ class TrainConfig:
         rl = self.rl
         if rl is None:
             return
-        recorded = self.data.rollouts is not None
+        recorded, limit = self.data.rollouts is not None, rl.failed_samples.timeout
+        if limit is not None and not any(isinstance(reward, str) for reward in self.rewards.values()):
+            raise ValueError(
+                f"rl.failed_samples.timeout = {limit:g} has no effect on a server, which reward.timeout limits; remove it"
+            )
+        if limit is not None and limit >= self.run.timeout:
+            raise ValueError(
+                f"rl.failed_samples.timeout = {limit:g} must be below run.timeout = {self.run.timeout:g}, which ends the run"
+            )
         if not recorded and rl.group_size == 1 and getattr(rl.advantages, "singleton", "zero") == "error":
             raise ValueError(
                 "rl.group_size = 1 makes groups of one, which rl.advantages.singleton = 'error' refuses; raise it, "
@@ -227,9 +235,7 @@ class TrainConfig:
 
     def _check_sampling(self) -> None:
         sampling = self.sampling
-        if not sampling.truncation:
-            return
-        if self.rl is None:
+        if not sampling.truncation or self.rl is None:
             return
         text = f"sampling.top_k = {sampling.top_k} with top_p = {sampling.top_p}"
         if not self.rl.loss.requirements.truncatable:
@@ -245,13 +251,10 @@ class TrainConfig:
     def _check_model(self) -> None:
         model = self.model
         check_model_layout(model, self.parallel)
-        if (
-            self.server is not None
-            and self.server.update is not None
-            and not (model.position == "rope" and model.gated)
-        ):
+        update = None if self.server is None else self.server.update
+        if update is not None and not (model.position == "rope" and model.gated):
             raise ValueError(
-                f"{self.objective}.server.update = {self.server.update!r} needs a model of Hugging Face's families; set "  # nosec B608 # no SQL
+                f"{self.objective}.server.update = {update!r} needs a model of Hugging Face's families; set "  # nosec B608 # no SQL
                 f"model.position = {model.position!r} to 'rope' and model.gated = {model.gated} to true"
             )
         if self.parallel.use_distributed_optimizer and self.run.dtype == "float64":
@@ -272,15 +275,11 @@ class TrainConfig:
             )
         has_critic = self.rl is not None and self.rl.critic is not None
         if self.model.hf is None and self.model.tie_embeddings and (self.scalar_head or has_critic):
-            raise ValueError(
-                "model.tie_embeddings = True is incompatible with a scalar head (a critic, a reward model)"
-            )
+            raise ValueError("model.tie_embeddings = True is incompatible with a scalar head (critic, reward model)")
         if self.scalar_head:
             for name in ("warmup", "evaluation"):
                 if getattr(self, name) is not None:
-                    raise ValueError(
-                        f"the section {name!r} has no effect on a reward model, which has no logits; remove it"
-                    )
+                    raise ValueError(f"the section {name!r} has no effect on a reward model without logits; remove it")
 
     def _check_prefixes(self) -> None:
         if self.batch.share_prefixes and self.model.aux_loss:

@@ -73,6 +73,16 @@ EXAMPLES = f"{DATA}/arithmetic_careless.jsonl"
             "rl.critic: loss.name = 'nll' reads logits; a critic has a scalar head",
         ),
         ("ppo", {"rl__critic": "null"}, "advantages.name = 'gae' reads values, which 'critic' gives; it is missing"),
+        (
+            "grpo",
+            {"rl__failed_samples": "{timeout: 5}", "reward": "http://judge:80"},
+            "rl.failed_samples.timeout = 5 has no effect on a server, which reward.timeout limits",
+        ),
+        (
+            "grpo",
+            {"rl__failed_samples": "{timeout: 600}"},
+            "rl.failed_samples.timeout = 600 must be below run.timeout = 600",
+        ),
         ("grpo", {"rl__reward_kl": "k1"}, "reward_kl = 'k1' has no effect with advantages.kl_coefficient = 0"),
         ("grpo", {"rl__advantages__kl_coefficient": 0.1}, "kl_coefficient = 0.1 needs reward_kl, the estimator"),
         ("grpo", {"rl__experts": 8}, "experts = 8 has no effect with loss.name = 'policy', which reads no expert_mask"),

@@ -301,6 +301,10 @@ def test_a_sample_that_fails_is_masked_and_counted(tmp_path: Path) -> None:
         greedy = {**more, "reward": "long_answers", "rl__steps": 1, "rl__advantages": "remax"}
         [screen] = run_world(1, screen_of_run, arguments(tmp_path / "greedy", server, **greedy))
         assert screen.count("warning: log-probs of a sample failed, which nothing reads here: completion server") == 1
+        hung = {**more, "reward": "stuck_on_odd", "rl__failed_samples": "{retries: 0, max_share: 0.9, timeout: 0.05}"}
+        late = train(tmp_path / "hung", server, "DP 2", **hung)
+        names = {"samples_failed/reward": "samples_failed/timeout", "samples_failed/timeout": "samples_failed/reward"}
+        assert_near(late, [{names.get(name, name): value for name, value in row.items()} for row in one])
         more["rl__failed_samples"] = "{retries: 1, max_share: 0.0}"
         with pytest.raises(WorldError, match=r"failed, more than failed_samples.max_share = 0") as caught:
             train(tmp_path / "strict", server, "DP 2", **more)

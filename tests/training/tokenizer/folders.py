@@ -37,12 +37,31 @@ QWEN3 = """
         {%- set said = '<think>\\n\\n</think>\\n\\n' ~ said %}
     {%- endif %}
     {{- '<|im_start|>' ~ message.role ~ '\\n' }}
-    {%- generation %}{{- said ~ '<|im_end|>' }}{% endgeneration %}
+    {%- if message.role == 'assistant' %}
+        {%- generation %}{{- said ~ '<|im_end|>' }}{% endgeneration %}
+    {%- else %}
+        {{- said ~ '<|im_end|>' }}
+    {%- endif %}
     {{- '\\n' }}
 {%- endfor %}
 {%- if add_generation_prompt %}
     {{- '<|im_start|>assistant\\n' }}
     {%- if enable_thinking is defined and enable_thinking is false %}{{- '<think>\\n\\n</think>\\n\\n' }}{%- endif %}
+{%- endif %}
+"""
+# earlier answers stay as they are
+CHATML = """
+{%- for message in messages %}
+    {{- '<|im_start|>' ~ message.role ~ '\\n' }}
+    {%- if message.role == 'assistant' %}
+        {%- generation %}{{- message.content ~ '<|im_end|>' }}{% endgeneration %}
+    {%- else %}
+        {{- message.content ~ '<|im_end|>' }}
+    {%- endif %}
+    {{- '\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|im_start|>assistant\\n' }}
 {%- endif %}
 """
 LLAMA3 = """{{- bos_token }}
@@ -56,12 +75,13 @@ LLAMA3 = """{{- bos_token }}
     {{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}
 {%- endif %}
 """
+_QWEN3: tuple[list[str], dict[str, object]] = (
+    ["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
+    {"bos_token": None, "eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"},
+)
 FORMS: dict[str, tuple[str, list[str], dict[str, object]]] = {
-    "qwen3": (
-        QWEN3,
-        ["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
-        {"bos_token": None, "eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"},
-    ),
+    "qwen3": (QWEN3, *_QWEN3),
+    "chatml": (CHATML, *_QWEN3),
     "llama3": (
         LLAMA3,
         ["<|begin_of_text|>", "<|end_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"],
@@ -69,7 +89,11 @@ FORMS: dict[str, tuple[str, list[str], dict[str, object]]] = {
     ),
 }
 # the second of each also ends an answer
-ENDS = {"qwen3": ("<|im_end|>", "<|endoftext|>"), "llama3": ("<|eot_id|>", "<|end_of_text|>")}
+ENDS = {
+    "qwen3": ("<|im_end|>", "<|endoftext|>"),
+    "chatml": ("<|im_end|>", "<|endoftext|>"),
+    "llama3": ("<|eot_id|>", "<|end_of_text|>"),
+}
 
 
 def write_tokenizer(folder: Path, form: str = "qwen3", size: int = 290) -> Path:
@@ -85,7 +109,7 @@ def write_tokenizer(folder: Path, form: str = "qwen3", size: int = 290) -> Path:
         TEXTS, trainers.BpeTrainer(vocab_size=size, initial_alphabet=letters, show_progress=False)
     )
     tokenizer.add_special_tokens([AddedToken(name, special=True) for name in special])
-    if form == "qwen3":
+    if form != "llama3":
         tokenizer.add_tokens([AddedToken(name, normalized=False) for name in ("<think>", "</think>")])
     else:
         begin = (special[0], tokenizer.token_to_id(special[0]))

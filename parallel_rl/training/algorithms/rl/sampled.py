@@ -13,7 +13,7 @@ from parallel_rl.experience import Experience, Samples, draw_groups
 from parallel_rl.experience.failures import without_failed_logprobs, without_lone
 from parallel_rl.groups import max_over_ranks, mean_over_ranks, sum_over_ranks
 from parallel_rl.megatron import is_last_stage
-from parallel_rl.training.algorithms.rewards import completion_rewards, completion_scores
+from parallel_rl.training.algorithms.rewards import completion_rewards
 from parallel_rl.training.batching.micro_batches import local_shares, with_own_fields
 from parallel_rl.training.config.algorithms import RLConfig
 from parallel_rl.training.data.examples import Prompt, Rollout, write_rollouts
@@ -71,21 +71,22 @@ def _draw(session: Session, config: RLConfig, step: int, positions: Sequence[int
     if session.served is None and Sharing(engine).asks:
         session.failures.report_logprobs("the trainer's sampler", lost, ids)
     fields = engine.config.reward_fields
-    scores, own = completion_scores(session, prompts, samples.responses(), fields)
+    scores, late, own = completion_rewards(session, prompts, samples.responses(), fields)
     rewards = scores.to(engine.float_dtype)
-    made = with_own_fields(samples, own, fields, [len(prompt) for prompt in tokens], engine.float_dtype).tensors()
-    others |= {one.name: Sharing(engine).spread(made[one.name], tuple(made[one.name].shape)) for one in fields}
+    tensors = with_own_fields(samples, own, fields, [len(prompt) for prompt in tokens], engine.float_dtype).tensors()
+    others |= {one.name: Sharing(engine).spread(tensors[one.name], tuple(tensors[one.name].shape)) for one in fields}
     if "greedy_rewards" in config.advantages.needs:
         if session.served is None:
             greedy = sample(engine, tokens[::size], positions, seed, settings, greedy=True)
         else:
             greedy, *_, fault = session.served.draw(tokens[::size], positions, seed, greedy=True)
             session.failures.report_unread(fault)
-        of_greedy = completion_rewards(session, prompts[::size], greedy.responses())
-        of_greedy = of_greedy.to(engine.float_dtype).repeat_interleave(size)
+        scores, greedy_late, _ = completion_rewards(session, prompts[::size], greedy.responses())
+        of_greedy = scores.to(engine.float_dtype).repeat_interleave(size)
+        late = late | greedy_late.repeat_interleave(size)
         rewards[of_greedy.isnan()] = torch.nan
         others["greedy_rewards"] = of_greedy.nan_to_num(0.0)
-    failed = {"logprobs": lost, "reward": rewards.isnan() & ~lost}
+    failed = {"logprobs": lost, "reward": rewards.isnan() & ~lost & ~late, "timeout": late & ~lost}
     session.failures.count(len(samples), failed, engine.groups.data, engine.replica_groups)
     rewards[lost] = torch.nan
     rewards = without_lone(rewards, size) if config.advantages.grouped else rewards
