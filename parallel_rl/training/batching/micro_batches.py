@@ -21,10 +21,14 @@ from parallel_rl.training.tokenizer.protocol import Target
 class MicroBatch(megatron.MicroBatch):
     """Rows for the model and the loss, `indices`: those of the rows among the ones they were taken from, and `tokens`: their
     true lengths summed up.
+
+    `groups_cut` counts groups of prefix trees whose last part is here, `tokens_repeated` the tokens that their parts repeat.
     """
 
     indices: list[int] = field(kw_only=True)
     tokens: int = field(kw_only=True)
+    groups_cut: int = field(default=0, kw_only=True)
+    tokens_repeated: int = field(default=0, kw_only=True)
 
     @property
     def computed(self) -> int:
