@@ -1,6 +1,7 @@
 """A training step on a prefix tree's row beside the same step on the packed flat row: a small GPTModel with a GRPO loss.
 
-Groups of answers to one prompt, in one process with one thread. Saved time is held against saved FLOPs, not tokens.
+Groups of answers to one prompt, and an agent's tree, in one process with one thread. Flat and tree steps alternate, and their
+CPU time counts. Saved time is held against saved FLOPs, not tokens.
 `python -m benchmarks.trees --help`.
 """
 
@@ -10,7 +11,7 @@ import argparse
 import statistics
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
@@ -21,9 +22,10 @@ from torch import Tensor
 from benchmarks.common import CpuClock, keep_freed_memory, peak_bytes, return_freed_memory, run_ranks, short_collections
 from benchmarks.losses_case import GRPO, make_data
 from benchmarks.report import add_report_options, report
-from parallel_rl import PolicyLossFn
+from parallel_rl import PolicyLossFn, PrefixTreeLossWrapper, SequencePackingLossWrapper, count_valid
 from parallel_rl import megatron as M
 from parallel_rl.losses.core.base import LossFn
+from parallel_rl.losses.core.call import LossWrapper
 
 REACHED = 0.9  # of the FLOPs' ratio, by the times'
 NOTHING_SHARED = 0.98  # flat time over tree time where sequences share nothing
@@ -32,26 +34,38 @@ MAX_ERROR = 1e-4  # relative, of the loss and of all gradients together (float32
 
 
 class Case(NamedTuple):
-    """A group: answers to one prompt, and the tokens of each."""
+    """A prompt, and behind it `depth` − 1 levels of segments, at each of which every branch parts into `answers`."""
 
     answers: int
     prompt: int
     answer: int
+    depth: int = 2
 
     @property
     def name(self) -> str:
-        return f"{self.answers} answers, {self.prompt} : {self.answer}"
+        agent = "" if self.depth == 2 else f", depth {self.depth}"
+        return f"{self.answers} answers{agent}, {self.prompt} : {self.answer}"
+
+    @property
+    def sequences(self) -> int:
+        return int(self.answers ** (self.depth - 1))
+
+    @property
+    def length(self) -> int:
+        return self.prompt + (self.depth - 1) * self.answer
 
     @property
     def tokens(self) -> tuple[int, int]:
         """Tokens of the flat row and of the tree's."""
-        return self.answers * (self.prompt + self.answer), self.prompt + self.answers * self.answer
+        segments = sum(self.answers**level for level in range(1, self.depth))
+        return self.sequences * self.length, self.prompt + segments * self.answer
 
     @property
     def pairs(self) -> tuple[float, float]:
         """Query-key pairs of one layer's attention, flat and tree."""
-        n, p, a = self
-        return n * (p + a) ** 2 / 2, p**2 / 2 + n * a * (p + a / 2)
+        n, p, a, depth = self
+        levels = sum(n**level * a * (p + (level - 1) * a + a / 2) for level in range(1, depth))
+        return self.sequences * self.length**2 / 2, p**2 / 2 + levels
 
 
 class Sizes(NamedTuple):
@@ -65,25 +79,41 @@ class Sizes(NamedTuple):
 
 @dataclass(frozen=True)
 class Figures:
-    """Median CPU-seconds and peak bytes of a step, (flat, tree); seconds to make the tree's micro-batch; flat over tree."""
+    """Median CPU-seconds and peak bytes of a step, (flat, tree); seconds to make the tree's micro-batch; flat over tree.
+
+    `head` and `loss` are parts of the step's seconds, `time_ratio` is the median of the alternated runs.
+    """
 
     tokens: tuple[int, int]
     seconds: tuple[float, float]
+    head: tuple[float, float]
+    loss: tuple[float, float]
     bytes: tuple[int, int]
     build: float
     time_ratio: float
     flops_ratio: float
 
 
+class _Row(NamedTuple):
+    """The work on a row: a step, its head alone and its loss alone."""
+
+    step: Callable[[], object]
+    head: Callable[[], object]
+    loss: Callable[[], object]
+
+
 def group_data(case: Case, vocab: int) -> tuple[dict[str, Tensor], Tensor]:
-    """Fields [B, S] whose rows share the prompt alone, and the lengths."""
-    width = case.prompt + case.answer
-    data = make_data(case.answers * width, vocab, case.answers)
-    ids = data["input_ids"]
+    """Fields [B, S] whose rows share the segments of their common branches, and the lengths."""
+    data = make_data(case.sequences * case.length, vocab, case.sequences)
+    ids, sequence = data["input_ids"], torch.arange(case.sequences)
     ids[:, : case.prompt] = ids[0, : case.prompt]
-    ids[:, case.prompt] = torch.arange(case.answers)  # answers part at once
-    data["token_mask"][:] = torch.arange(width) >= case.prompt
-    return data, torch.full((case.answers,), width)
+    for level in range(1, case.depth):
+        below = case.answers ** (case.depth - 1 - level)
+        first = case.prompt + (level - 1) * case.answer
+        ids[:, first : first + case.answer] = ids[sequence // below * below, first : first + case.answer]
+        ids[:, first] = sequence // below % case.answers  # branches part at once
+    data["token_mask"][:] = torch.arange(case.length) >= case.prompt
+    return data, torch.full((case.sequences,), case.length)
 
 
 def measure(rank: int, cases: list[Case], sizes: Sizes, repeats: int) -> list[Figures]:
@@ -93,43 +123,75 @@ def measure(rank: int, cases: list[Case], sizes: Sizes, repeats: int) -> list[Fi
     config = M.build_config(
         num_layers=sizes.layers, hidden_size=sizes.hidden, num_attention_heads=sizes.heads, dtype=torch.float32
     )
-    model = M.wrap_model(M.build_model(config, sizes.vocab, max(case.prompt + case.answer for case in cases)))
+    model = M.wrap_model(M.build_model(config, sizes.vocab, max(case.length for case in cases)))
     weights = sum(p.numel() for name, p in model.named_parameters() if p.dim() == 2 and "embedding" not in name)
     loss_fn = PolicyLossFn(GRPO, vocab_size=sizes.vocab)
 
-    def steps(case: Case) -> tuple[list[Callable[[], float]], float]:
+    def rows(case: Case) -> tuple[list[_Row], float]:
         data, lengths = group_data(case, sizes.vocab)
         flat = M.packed_batch(data, lengths)
         clock = CpuClock()
         tree = M.tree_batch(data, lengths)
-        return [lambda batch=batch: _step(model, loss_fn, batch) for batch in (flat, tree)], clock()
+        build = clock()
+        assert flat.packed is not None and tree.input.tree is not None
+        losses = (
+            SequencePackingLossWrapper(loss_fn, flat.packed.cu_seqlens),
+            PrefixTreeLossWrapper(loss_fn, tree.input.tree),
+        )
+        return [_row(model, loss_fn, *both, sizes) for both in zip((flat, tree), losses, strict=True)], build
 
     return_freed_memory()
     memory = []
     for case in cases:
-        (flat, tree), _ = steps(case)
-        _check(model, flat, tree, case)
-        memory.append((peak_bytes(flat, "cpu"), peak_bytes(tree, "cpu")))
+        (flat, tree), _ = rows(case)
+        _check(model, flat.step, tree.step, case)
+        memory.append((peak_bytes(flat.step, "cpu"), peak_bytes(tree.step, "cpu")))
     keep_freed_memory()
     found = []
     for case, peaks in zip(cases, memory, strict=True):
-        both, build = steps(case)
-        times: tuple[list[float], list[float]] = [], []
+        both, build = rows(case)
         with short_collections():
-            for step in both:
-                step()
-            for _ in range(repeats):
-                for step, spent in zip(both, times, strict=True):
-                    clock = CpuClock()
-                    step()
-                    spent.append(clock())
-        flat, tree = map(statistics.median, times)
+            times = {part: _alternated([getattr(row, part) for row in both], repeats) for part in _Row._fields}
         of_flat, of_tree = (  # FLOPs of a forward; a backward takes twice as many
             2.0 * weights * tokens + 4.0 * sizes.layers * sizes.hidden * pairs
             for tokens, pairs in zip(case.tokens, case.pairs, strict=True)
         )
-        found.append(Figures(case.tokens, (flat, tree), peaks, build, flat / tree, of_flat / of_tree))
+        medians = {part: tuple(map(statistics.median, zip(*pairs, strict=True))) for part, pairs in times.items()}
+        ratio = statistics.median(flat / tree for flat, tree in times["step"])
+        of_parts = medians["step"], medians["head"], medians["loss"]
+        found.append(Figures(case.tokens, *of_parts, peaks, build, ratio, of_flat / of_tree))
     return found
+
+
+def _alternated(both: Sequence[Callable[[], object]], repeats: int) -> list[tuple[float, float]]:
+    """CPU-seconds (flat, tree) of each run, flat and tree in turns."""
+    for call in both:
+        call()
+    runs = []
+    for _ in range(repeats):
+        spent = []
+        for call in both:
+            clock = CpuClock()
+            call()
+            spent.append(clock())
+        runs.append((spent[0], spent[1]))
+    return runs
+
+
+def _row(model: Any, loss_fn: LossFn, batch: M.MicroBatch, wrapped: LossWrapper, sizes: Sizes) -> _Row:
+    """Make the work on a row; head and loss read random tensors of the step's shapes."""
+    tokens = batch.input.tokens.numel()
+    logits = torch.randn(1, tokens, sizes.vocab, requires_grad=True)
+    hidden = torch.randn(tokens, sizes.hidden, requires_grad=True)
+    weight = torch.randn(sizes.vocab, sizes.hidden, requires_grad=True)
+
+    def head() -> None:
+        torch.autograd.grad(hidden @ weight.t(), (hidden, weight), logits.detach()[0])
+
+    def loss() -> None:
+        torch.autograd.grad(wrapped(logits, batch.data, *count_valid(batch.data))[0], logits)
+
+    return _Row(lambda: _step(model, loss_fn, batch), head, loss)
 
 
 def _step(model: Any, loss_fn: LossFn, batch: M.MicroBatch) -> float:
@@ -137,7 +199,7 @@ def _step(model: Any, loss_fn: LossFn, batch: M.MicroBatch) -> float:
     return M.forward_backward(model, loss_fn, [batch]).floats()["loss"]
 
 
-def _check(model: Any, flat: Callable[[], float], tree: Callable[[], float], case: Case) -> None:
+def _check(model: Any, flat: Callable[[], Any], tree: Callable[[], Any], case: Case) -> None:
     """Raise RuntimeError where the tree's row gives another loss or gradient than the flat row."""
     found = []
     for step in (flat, tree):
@@ -164,13 +226,25 @@ def missed(results: dict[Case, Figures]) -> list[str]:
 
 
 def table(results: dict[Case, Figures]) -> Table:
-    made = Table("prompt : answer", title="a step on the flat packed row / on the tree's row")
-    for heading in ("tokens", "CPU-seconds", "peak MB", "build, ms", "time ratio", "FLOPs ratio", "reached"):
+    made = Table("prompt : answer", title="a step on the flat packed row / on the tree's row; times are of the CPU")
+    for heading in (
+        "tokens",
+        "step, s",
+        "head, ms",
+        "loss, ms",
+        "peak MB",
+        "build, ms",
+        "time ratio",
+        "FLOPs ratio",
+        "reached",
+    ):
         made.add_column(heading, justify="right")
     for case, one in results.items():
-        of_rows = zip(one.tokens, one.seconds, (x / 1e6 for x in one.bytes), strict=True)
-        texts = [(f"{tokens}", f"{seconds:.3f}", f"{peak:.0f}") for tokens, seconds, peak in of_rows]
-        cells = [" / ".join(parts) for parts in zip(*texts, strict=True)]
+        columns = (
+            ("{}", one.tokens, 1), ("{:.3f}", one.seconds, 1), ("{:.0f}", one.head, 1e3), ("{:.0f}", one.loss, 1e3),
+            ("{:.0f}", one.bytes, 1e-6),
+        )  # fmt: skip
+        cells = [" / ".join(form.format(scale * x) for x in both) for form, both, scale in columns]
         ratios = one.time_ratio, one.flops_ratio, one.time_ratio / one.flops_ratio
         made.add_row(case.name, *cells, f"{1e3 * one.build:.0f}", *(f"{ratio:.2f}" for ratio in ratios))
     return made
@@ -188,7 +262,8 @@ def main(arguments: list[str] | None = None) -> int:
     if min(*options.answers, options.unit, *sizes, options.repeats) < 1 or options.vocab < max(options.answers):
         parser.error("sizes must be positive, and --vocab must hold a first token for each answer")
     cases = [Case(n, p * options.unit, a * options.unit) for n in options.answers for p, a in ((4, 1), (2, 2), (1, 4))]
-    cases.append(Case(options.answers[0], 0, 4 * options.unit))
+    segment = -(-options.unit // 4)
+    cases += [Case(2, 4 * segment, segment, depth=6), Case(options.answers[0], 0, 4 * options.unit)]
     [figures] = run_ranks(1, measure, cases, sizes, options.repeats, timeout=3600.0)
     results = dict(zip(cases, figures, strict=True))
     numbers = {case.name: asdict(one) for case, one in results.items()}

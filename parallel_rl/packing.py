@@ -80,8 +80,9 @@ class PrefixTreeLossWrapper(LossWrapper):
     """Loss on logits [1, T/cp, V/tp] of a tree's row, with whole, flat `data` [B, S]; numbers as if flat.
 
     Fields of the data may differ between sequences at a token that they share; a field in the order of the logits
-    (`teacher_logits`) is in the order of the row. Log-probs and entropy are read without a copied row; what reads whole rows
-    (distillation, a truncated policy, a temperature of each sample, an `LMHeadInput`) copies a row for each flat token.
+    (`teacher_logits`) is in the order of the row. Log-probs and entropy are read without a copied row. An
+    `LMHeadInput` is projected once for each pair of a row and a target. What reads whole rows (distillation, a truncated
+    policy, a temperature of each sample) copies a row for each flat token.
 
     >>> import torch
     >>> from parallel_rl import NLLLoss, build_tree, count_valid

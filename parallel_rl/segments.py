@@ -114,6 +114,11 @@ class SharedRows:
     cuts: int
 
 
+def sum_sorted(x: Tensor, order: Tensor, offsets: Tensor) -> Tensor:
+    """Sum [M, ...] over the places of each value, [n, ...], without atomics; see `Groups`."""
+    return torch.segment_reduce(x[order], "sum", offsets=offsets, initial=0, unsafe=True)
+
+
 def running_sum(x: Tensor) -> Tensor:
     """Sum [..., n] up to each place of the last dimension, by doubling; the same bits on every rank.
 
@@ -158,12 +163,15 @@ class _Take(torch.autograd.Function):
     def forward(
         ctx: torch.autograd.function.FunctionCtx, values: Tensor, index: Tensor, order: Tensor, offsets: Tensor
     ) -> Tensor:
-        ctx.save_for_backward(order, offsets)
-        return values[index]
+        ctx.save_for_backward(index, order, offsets)
+        return values.index_select(0, index)
 
     @staticmethod
     def backward(ctx: torch.autograd.function.FunctionCtx, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        order, offsets = ctx.saved_tensors  # type: ignore[attr-defined]
+        index, order, offsets = ctx.saved_tensors  # type: ignore[attr-defined]
         dtype = torch.float64 if grad.dim() == 1 else torch.promote_types(grad.dtype, torch.float32)
-        summed = torch.segment_reduce(grad[order].to(dtype), "sum", offsets=offsets, initial=0, unsafe=True)
+        if grad.device.type == "cpu":  # in the same order, and ten times faster
+            summed = torch.zeros(len(offsets) - 1, *grad.shape[1:], dtype=dtype)
+            return summed.index_add_(0, index, grad.to(dtype)).to(grad.dtype), None, None, None
+        summed = sum_sorted(grad.to(dtype), order, offsets)
         return summed.to(grad.dtype), None, None, None

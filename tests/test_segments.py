@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from parallel_rl.advantages import estimate
 from parallel_rl.advantages.table import SampleTable
-from parallel_rl.segments import running_sum, sum_groups
+from parallel_rl.segments import Groups, running_sum, sum_groups, sum_sorted
 from tests.advantages.test_world import CASES, whole
 from tests.watch import AnyOrder
 
@@ -19,6 +20,16 @@ def test_sums_of_groups_are_those_of_one_place_after_the_other() -> None:
         with AnyOrder() as order:
             found = sum_groups(x, index, number)
         assert torch.equal(found, torch.zeros(number, dtype=torch.float64).index_add(0, index, x)) and not order.seen
+
+
+@pytest.mark.parametrize("shape", [(40,), (40, 3), (40, 2, 5)])
+def test_a_host_sums_gradients_of_shared_values_as_a_card_does(shape: tuple[int, ...]) -> None:
+    g = torch.Generator().manual_seed(0)
+    groups = Groups.of(torch.randint(12, shape[:1], generator=g), 14)
+    values = torch.zeros(14, *shape[1:], dtype=torch.float64 if len(shape) == 1 else torch.float32, requires_grad=True)
+    grad = torch.randn(shape, generator=g, dtype=values.dtype)
+    [summed] = torch.autograd.grad(groups.take(values), values, grad)
+    assert torch.equal(summed, sum_sorted(grad, groups.order, groups.offsets)) and summed.abs().sum() > 0
 
 
 def test_tensor_ranks_score_alike() -> None:

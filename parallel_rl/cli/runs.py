@@ -176,10 +176,11 @@ def data(recipe: str | None, steps: int | None, rest: Sequence[str]) -> int:
         from parallel_rl.training.preflight.dry_run import dry_run
 
         for done in dry_run(config, steps, lambda line: print(line, flush=True)):
+            trees = "" if done.trees is None else f", {done.trees.describe(done.tokens)},"
             print(
-                f"{done.phase} step {done.step:,}: {done.records:,} records, {done.tokens:,} tokens in {done.seconds:.1f} s "
-                f"({done.records / done.seconds:,.0f} records/s); micro-batches {done.filled:.1%} full; "
-                f"{done.memory / 1e6:,.0f} MB of memory",
+                f"{done.phase} step {done.step:,}: {done.records:,} records, {done.tokens:,} tokens{trees} "
+                f"in {done.seconds:.1f} s ({done.records / done.seconds:,.0f} records/s); "
+                f"micro-batches {done.filled:.1%} full; {done.memory / 1e6:,.0f} MB of memory",
                 flush=True,
             )
     except (ValueError, OSError) as error:

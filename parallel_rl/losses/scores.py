@@ -14,7 +14,7 @@ from parallel_rl.layout import CPLayout, SequenceLayout
 from parallel_rl.losses.core.base import LossFn
 from parallel_rl.losses.core.batch import ModelOutput, TokenBatch
 from parallel_rl.losses.core.call import LossCall
-from parallel_rl.losses.core.one_row import stats_of_tree
+from parallel_rl.losses.core.one_row import stats_of_tree, targets_of_edges, tokens_of_edges
 from parallel_rl.losses.core.options import NoConfig
 from parallel_rl.losses.core.readers import LogProbReader
 from parallel_rl.losses.core.requirements import Requirements
@@ -221,6 +221,11 @@ class _ScoreReader(LogProbReader):
     ) -> tuple[TokenBatch, Tensor | None]:
         shard = self._shard(local, head.weight.shape[0], tensor_group)
         targets, valid = self._targets(local, shard)
+        shared = local.layout.tree
+        if shared is not None and self.by_edges:
+            of_edges = targets_of_edges(targets, shared).clamp(min=0)
+            stats, _ = stats_of_head(head, of_edges, shared.edges.any(valid), shard, None)
+            return TokenBatch(local, ModelOutput(tokens_of_edges(stats, valid, shared))), None
         stats, _ = stats_of_head(head, targets, valid, shard, self._kept_ids(local))
         return TokenBatch(local, ModelOutput(stats)), None
 

@@ -11,7 +11,6 @@ from parallel_rl.agreement import raise_on_all_ranks, shape_facts
 from parallel_rl.counts import check_masks, check_zeros_and_ones
 from parallel_rl.groups import check_rank, group_rank, group_size
 from parallel_rl.layout import CPLayout, SequenceLayout, valid_tokens
-from parallel_rl.losses.core.one_row import head_of_tokens, rows_of_tokens
 from parallel_rl.validation import checks_values
 from parallel_rl.vocab.backends.torch_backend import math_dtype
 from parallel_rl.vocab.linear.lm_head import LMHeadInput, split_output
@@ -90,20 +89,23 @@ def teacher_topk(
     of, shard = raise_on_all_ranks(check, [group, context], logits, shape_facts(logits, vocab_size))
     check_spans(group, logits.shape[-1], vocab_size, vocab_start, logits)
     keep = of.shard(valid_tokens(data), fill=False)
-    best = torch.zeros(len(keep), k, dtype=math_dtype(logits.dtype), device=logits.device)
-    ids = torch.zeros(len(keep), k, dtype=torch.int64, device=logits.device)
+    rows = keep if of.tree is None else of.tree.rows.any(keep)  # a tree's row serves all tokens that share it
+    best = torch.zeros(len(rows), k, dtype=math_dtype(logits.dtype), device=logits.device)
+    ids = torch.zeros(len(rows), k, dtype=torch.int64, device=logits.device)
 
     def of_rows(z: Tensor, places: Tensor, _: Tensor | None) -> Tensor:
         values, columns = top_columns(z, k, shard)
-        kept = keep[places]
+        kept = rows[places]
         best.index_copy_(0, places, torch.where(kept[:, None], values, 0.0))
         ids.index_copy_(0, places, torch.where(kept[:, None], columns, 0))
         return stats_of_shard(z, torch.zeros_like(places), kept, shard).lse
 
     if head is None:
-        rows = rows_of_tokens(logits, of).flatten(0, -2)
-        lse = of_rows(rows, torch.arange(len(keep), device=logits.device), None)
+        lse = of_rows(logits.flatten(0, -2), torch.arange(len(rows), device=logits.device), None)
     else:
-        lse, _ = row_values(head_of_tokens(head, of, group), keep, shard, of_rows)
+        lse, _ = row_values(head, rows, shard, of_rows)
     fields = {"teacher_topk_logits": best, "teacher_topk_indices": ids, "teacher_logsumexp": lse}
+    if of.tree is not None:
+        place = of.tree.rows.index
+        fields = {name: x[place] * keep.view(-1, *[1] * (x.dim() - 1)) for name, x in fields.items()}
     return {name: of.unshard(x, context) for name, x in fields.items()}

@@ -77,22 +77,45 @@ def tree_attention(query: Tensor, key: Tensor, value: Tensor, plan: TreePlan, sc
         key, value: [cp, R, 1, g, d] of all context ranks; h is a multiple of g.
         scale: of the logits; None is 1/√d.
     """
-    heads, groups = query.shape[2], key.shape[3]
-    both = torch.cat((key, value), dim=-1).reshape(-1, groups * 2 * key.shape[-1])
-    gathered = plan.keys.take(both).view(-1, groups, 2, key.shape[-1])
-    if groups != heads:
-        gathered = gathered.repeat_interleave(heads // groups, dim=1)
+    heads, groups, dim = query.shape[2], key.shape[3], key.shape[-1]
+    both = torch.cat((key, value), dim=-1).reshape(-1, groups, 2, dim)
+    gathered = plan.keys.take(both.flatten(1)).view(-1, groups, 2, dim)
+    sizes = [path.keys for path in plan.paths]
     parts, at = [], 0
-    for path, pair in zip(plan.paths, gathered.split([path.keys for path in plan.paths]), strict=True):
+    for path, pair, rows in zip(plan.paths, gathered.split(sizes), plan.keys.index.split(sizes), strict=True):
         if path.start > at:
-            parts.append(query.new_zeros(path.start - at, heads, query.shape[-1]))
-        parts.append(_attend(query[path.start : path.stop, 0], pair, scale))
+            parts.append(query.new_zeros(path.start - at, heads, dim))
+        with _gathered_again(both.detach(), rows, *(pair := _expanded(pair, heads)).unbind(2)):
+            parts.append(_attend(query[path.start : path.stop, 0], pair, scale))
         at = path.stop
     if at < plan.rows:
-        parts.append(query.new_zeros(plan.rows - at, heads, query.shape[-1]))
+        parts.append(query.new_zeros(plan.rows - at, heads, dim))
     out = torch.cat(parts).view(plan.rows, 1, -1)
     # a rank with only padding takes part in the backward of the gather and of the queries, too
     return out if plan.paths else out + gathered.sum() + query[:0].sum()
+
+
+def _expanded(keys: Tensor, heads: int) -> Tensor:
+    """Repeat keys and values [m, g, 2, d] for each query head, [m, h, 2, d]."""
+    groups = keys.shape[1]
+    return keys if groups == heads else keys.repeat_interleave(heads // groups, dim=1)
+
+
+def _gathered_again(both: Tensor, rows: Tensor, key: Tensor, value: Tensor) -> torch.autograd.graph.saved_tensors_hooks:
+    """Save no keys and values [m, h, d] in a `with` block; backward gathers them again from `both`."""
+    views = [x.transpose(0, 1)[None] for x in (key, value)]
+    places = {(view.data_ptr(), view.shape, view.stride()): place for place, view in enumerate(views)}
+    heads = key.shape[1]
+
+    def pack(x: Tensor) -> Tensor | int:
+        return places.get((x.data_ptr(), x.shape, x.stride()), x)
+
+    def unpack(saved: Tensor | int) -> Tensor:
+        if isinstance(saved, int):
+            return _expanded(both[rows, :, saved, None], heads).squeeze(2).transpose(0, 1)[None]
+        return saved
+
+    return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
 
 
 def tree_params(plan: TreePlan, tree: PrefixTree) -> PackedSeqParams:
@@ -110,14 +133,20 @@ def plan_of(params: PackedSeqParams | None) -> TreePlan | None:
 def _attend(query: Tensor, pair: Tensor, scale: float | None) -> Tensor:
     """Attend: [n, h, d] queries, the last of [m, h, 2, d] keys and values → [n, h, d]."""
     key, value = (x.transpose(0, 1)[None] for x in pair.unbind(2))
-    queries, keys = len(query), len(pair)
-    mask = None
-    if queries != keys:
-        mask = torch.ones(queries, keys, dtype=torch.bool, device=query.device).tril(keys - queries)
-    out = torch.nn.functional.scaled_dot_product_attention(
-        query.transpose(0, 1)[None], key, value, attn_mask=mask, is_causal=mask is None, scale=scale
-    )
-    return out[0].transpose(0, 1)
+    attend = torch.nn.functional.scaled_dot_product_attention
+    if len(query) == len(pair):
+        return attend(query.transpose(0, 1)[None], key, value, is_causal=True, scale=scale)[0].transpose(0, 1)
+    mask = _mask_of_last_queries(len(query), len(pair), query)
+    out = attend(query.flip(0).transpose(0, 1)[None], key, value, attn_mask=mask, scale=scale)
+    return out[0].transpose(0, 1).flip(0)
+
+
+def _mask_of_last_queries(queries: int, keys: int, like: Tensor) -> Tensor:
+    """Mask [n, m] what the last n of m places may not see, last place first: a view of n + m − 1 numbers."""
+    line = like.new_zeros(queries + keys - 1)
+    line[keys:] = float("-inf")
+    mask = line.as_strided((queries, keys), (1, 1))
+    return mask if like.device.type == "cpu" else mask.contiguous()  # kernels of other devices need aligned rows
 
 
 def _runs(positions: Tensor, local: Tensor) -> list[list[int]]:

@@ -52,7 +52,7 @@ class Source:
     Attributes:
         shape: sizes of the model.
         layout: fields of `Layout` that it sets. unread: what else is in it.
-        data: lines on the data of a run that drops or cuts records.
+        data: lines on the data of a run that drops or cuts records, or shares prefixes.
     """
 
     shape: ModelShape

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from parallel_rl.groups import ParallelGroups
 from parallel_rl.testing.pool import preload, run_world
 from tests.distributed.megatron_cases import VOCAB, Batch, Case, make_data, make_loss, make_model, split
 
@@ -47,11 +48,19 @@ def compare(rank: int, cases: list[Case]) -> list[str]:
 
     wrong = []
     for case in cases:
-        M.initialize(case.tp, case.cp, case.pp, virtual_pp=case.chunks if case.chunks > 1 else None)
+        M.initialize(
+            case.tp,
+            case.cp,
+            case.pp,
+            ep=case.ep,
+            etp=case.etp if case.experts else None,
+            virtual_pp=case.chunks if case.chunks > 1 else None,
+        )
+        ranks = ParallelGroups.from_megatron()
         places = range(case.chunks) if case.chunks > 1 else [None]
         models = [M.wrap_model(build(case, place)) for place in places]
         head = M.fuse_head(models[-1], budget=1 << 13) if case.fused else None
-        parts = split(shared_data(), case.micro_batches)
+        parts = split(shared_data(), case.micro_batches)[ranks.dp_rank :: ranks.dp_size]
         made: list[tuple[dict[str, float], dict[str, torch.Tensor]]] = []
         for make in (M.packed_batch, M.tree_batch):
             for model in models:
@@ -88,6 +97,11 @@ SHARED = [
     replace(PLAIN, cp=2, cut="contiguous", position="learned_absolute"),
     replace(PLAIN, pp=2),
     replace(PLAIN, pp=2, chunks=2),
+    replace(PLAIN, experts="alltoall", ep=2),
+    replace(PLAIN, experts="allgather", ep=2),
+    replace(PLAIN, experts="alltoall", ep=2, cp=2),
+    replace(PLAIN, experts="alltoall", ep=2, tp=2, sp=True),
+    replace(PLAIN, experts="alltoall", tp=2, sp=True, etp=2),
 ]
 
 

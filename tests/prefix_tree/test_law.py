@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 from parallel_rl import (
     LMHeadInput,
@@ -106,6 +107,22 @@ def test_scores(options: dict[str, Any]) -> None:
         token_logprobs(head, data, layout=tree.layout(), **options),
         token_logprobs(row, data, layout=tree.layout(), **options),
     )
+
+
+def test_a_head_projects_a_shared_row_once() -> None:
+    """Six sequences share five trained tokens, and have two more each: 17 products of a row, not 42."""
+    ids = torch.arange(8).expand(6, 8).clone()
+    ids[:, 6:] = torch.arange(12).view(6, 2)
+    data = {"input_ids": ids, "token_mask": torch.arange(8).expand(6, 8) > 0, "sample_mask": torch.ones(6)}
+    tree = build_tree(ids, torch.full((6,), 8))
+    head = LMHeadInput(torch.randn(1, tree.row_length, 4), torch.randn(23, 4))
+    for read in (
+        lambda: PrefixTreeLossWrapper(NLLLoss(), tree)(head, data, *count_valid(data)),
+        lambda: token_logprobs(head, data, layout=tree.layout()),
+    ):
+        with FlopCounterMode(display=False) as counter, torch.no_grad():
+            read()
+        assert counter.get_total_flops() == 2 * (5 + 6 * 2) * 23 * 4
 
 
 BATCH = {

@@ -14,7 +14,7 @@ from parallel_rl.groups import group_rank, group_size
 from parallel_rl.labels import is_shifted, with_labels
 from parallel_rl.layout import CPLayout, SequenceLayout
 from parallel_rl.losses.core.checks import check_data, check_lengths, check_predicts, check_temperature
-from parallel_rl.losses.core.one_row import check_tree, head_of_tokens, rows_of_tokens
+from parallel_rl.losses.core.one_row import check_tree, head_of_edges, head_of_tokens, rows_of_tokens
 from parallel_rl.losses.core.readers import check_declared
 from parallel_rl.losses.core.source import Agreement, Placed, Source
 from parallel_rl.replicated import Replicated
@@ -105,6 +105,8 @@ class Logits(Source):
         self.loss.options.check_spans(self.like, group)
         head, logits, layout = self.head, self.like, local.layout
         if head is not None:
+            if layout.tree is not None and self.reader.by_edges:
+                return self.reader.read_head(local, head_of_edges(head, layout.tree, group), group)
             return self.reader.read_head(local, head_of_tokens(head, layout, group), group)
         if layout.tree is not None and not self.reader.by_edges:
             logits = rows_of_tokens(logits, layout)

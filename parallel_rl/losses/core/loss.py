@@ -188,7 +188,10 @@ class Reader(ABC):
 
     @property
     def by_edges(self) -> bool:
-        """Return whether logits of a prefix tree are read in row order; by default rows are copied per token."""
+        """Return whether logits of a prefix tree are read in row order, and hidden states by edges.
+
+        By default rows are copied per token.
+        """
         return False
 
     @abstractmethod

@@ -80,8 +80,7 @@ def stats_of_tree(logits: Tensor, targets: Tensor, mask: Tensor, shard: VocabSha
         targets: [F] token ids.
         mask: [F] bool, tokens that count; the statistics of the others are 0.
     """
-    known = targets if len(targets) else targets.new_zeros(1)  # a context rank may hold only padding
-    of_edges = torch.where(shared.targets >= 0, known[shared.targets.clamp(min=0)], -1)
+    of_edges = targets_of_edges(targets, shared)
     stats = stats_of_edges(logits, of_edges, shared.rows.any(mask), shard, shared.branches)
     zero = torch.zeros((), dtype=stats.lse.dtype, device=mask.device)
     per_row = (
@@ -89,6 +88,18 @@ def stats_of_tree(logits: Tensor, targets: Tensor, mask: Tensor, shard: VocabSha
         for x in (stats.entropy, stats.lse, stats.sum_pi_squared)
     )
     return TokenStats(torch.where(mask, shared.edges.take(stats.logprobs), zero), *per_row)  # type: ignore[arg-type]
+
+
+def targets_of_edges(targets: Tensor, shared: SharedRows) -> Tensor:
+    """Find the token id [R + X] of each edge, −1 where there is none, from those of the flat tokens [F]."""
+    known = targets if len(targets) else targets.new_zeros(1)  # a context rank may hold only padding
+    return torch.where(shared.targets >= 0, known[shared.targets.clamp(min=0)], -1)
+
+
+def tokens_of_edges(stats: TokenStats, mask: Tensor, shared: SharedRows) -> TokenStats:
+    """Take statistics [R + X] of edges to the flat tokens [F]; 0 where `mask` is."""
+    zero = torch.zeros((), dtype=stats.lse.dtype, device=mask.device)
+    return TokenStats(*(None if x is None else torch.where(mask, shared.edges.take(x), zero) for x in stats))  # type: ignore[arg-type]
 
 
 def for_each_token(local: LocalBatch, group: ProcessGroup | None) -> LocalBatch:
@@ -108,12 +119,23 @@ def rows_of_tokens(rows: Tensor, layout: SequenceLayout) -> Tensor:
 
 def head_of_tokens(head: LMHeadInput, layout: SequenceLayout, group: ProcessGroup | None) -> LMHeadInput:
     """Copy the hidden states of a tree's rows for each flat token; the gradient of each row is summed."""
-    if layout.tree is None:
-        return head
+    return head if layout.tree is None else _with_hidden(head, rows_of_tokens(_whole_hidden(head, group), layout))
+
+
+def head_of_edges(head: LMHeadInput, shared: SharedRows, group: ProcessGroup | None) -> LMHeadInput:
+    """Copy the hidden states of branching rows behind the others, [1, R + X, D]: one row an edge."""
+    hidden = _whole_hidden(head, group)
+    return _with_hidden(head, torch.cat([hidden, hidden[:, shared.branches]], dim=1))
+
+
+def _whole_hidden(head: LMHeadInput, group: ProcessGroup | None) -> Tensor:
+    """Return the hidden states [1, R, D] of all tensor ranks."""
     hidden = head.hidden.transpose(0, 1) if head.sequence_first else head.hidden
-    if head.sequence_parallel:
-        hidden = _Gather.apply(hidden, group)
-    hidden = rows_of_tokens(hidden, layout)
+    gathered: Tensor = _Gather.apply(hidden, group) if head.sequence_parallel else hidden
+    return gathered
+
+
+def _with_hidden(head: LMHeadInput, hidden: Tensor) -> LMHeadInput:
     return replace(head, hidden=hidden, sequence_first=False, sequence_parallel=False, rows=None)
 
 

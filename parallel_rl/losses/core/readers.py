@@ -12,7 +12,7 @@ import torch
 from parallel_rl.losses.core.batch import ModelOutput, TokenBatch
 from parallel_rl.losses.core.checks import RECORDED
 from parallel_rl.losses.core.loss import Loss, Reader
-from parallel_rl.losses.core.one_row import stats_of_tree
+from parallel_rl.losses.core.one_row import stats_of_tree, targets_of_edges, tokens_of_edges
 from parallel_rl.metrics import Metric, Metrics
 from parallel_rl.validation import checks_values
 from parallel_rl.vocab.linear.token_stats import stats_of_head
@@ -103,8 +103,7 @@ class LogProbReader(Reader):
         options = self.loss.options.for_batch(local)
         if options.truncation:
             return read_truncated_policy(local, logits, tensor_group, options)
-        shared = local.layout.tree
-        shared = shared if shared is not None and self.by_edges else None
+        shared = local.layout.tree if self.by_edges else None
         return TokenBatch(
             local, token_output(local, logits, tensor_group, options, self.loss.requirements.entropy, shared)
         )
@@ -114,7 +113,8 @@ class LogProbReader(Reader):
     ) -> tuple[TokenBatch, Tensor | None]:
         if self.loss.requirements.reads == "logits":
             return super().read_head(local, head, tensor_group)
-        return project(local, head, tensor_group, self.loss.options.for_batch(local), self.loss.objective)
+        shared = local.layout.tree if self.by_edges else None
+        return project(local, head, tensor_group, self.loss.options.for_batch(local), self.loss.objective, shared)
 
 
 def project(
@@ -123,22 +123,30 @@ def project(
     tensor_group: ProcessGroup | None,
     options: VocabOptions,
     objective: Callable[[TokenBatch], Tensor],
+    shared: SharedRows | None = None,
 ) -> tuple[TokenBatch, Tensor | None]:
     """Read token statistics, and an exact 0 with the gradient that is computed here already.
 
     Args:
         objective: the share of the loss; its gradient is computed in forward if it separates over tokens.
+        shared: for hidden states in the order of a tree's edges; None: in the order of the tokens.
     """
     needs = local.requirements
     shard = options.shard(head.weight.shape[0], tensor_group, entropy=needs.entropy)
 
+    targets, mask = local.layout.take(local.data["input_ids"], needs.shift), local.mask
+    if shared is not None:
+        targets, mask = targets_of_edges(targets, shared).clamp(min=0), shared.edges.any(mask)
+
     def with_stats(stats: TokenStats) -> TokenBatch:
+        if shared is not None:
+            stats = tokens_of_edges(stats, local.mask, shared)
         return without_dropped(local, stats) if options.truncation else TokenBatch(local, ModelOutput(stats))
 
     stats, carrier = stats_of_head(
         head,
-        local.layout.take(local.data["input_ids"], needs.shift),
-        local.mask,
+        targets,
+        mask,
         shard,
         local.kept_ids() if options.truncation.kept_sets else None,
         objective=(lambda stats: objective(with_stats(stats))) if needs.separates(options.truncation) else None,

@@ -29,6 +29,7 @@ def balance(
     together: int = 1,
     loads: Sequence[int] = (),
     weights: Tensor | None = None,
+    rooms: Tensor | None = None,
 ) -> tuple[SamplesT, list[int]]:
     """Make the tokens of all data ranks nearly even; return this rank's rows, and the number in each part.
 
@@ -44,6 +45,7 @@ def balance(
         loads: tokens that this rank already has in each part; empty: none.
         weights: [N] tokens of rows that move as one, at the first of them, 0 at the others; None: of each unit, the sum of
             its lengths.
+        rooms: [N] room of each unit at its first row, if its sequences share prefixes; None: its padded lengths.
 
     Raises:
         ValueError: on every rank: a unit is longer than a micro-batch, or rows do not fill whole units in each part.
@@ -51,12 +53,14 @@ def balance(
     size, rank = group_size(group), group_rank(group)
     facts = torch.tensor([len(rows), rows.input_ids.shape[1], *(loads or [0] * parts)], device=device)
     of_ranks: list[list[int]] = all_gather(facts, group).tolist()
-    lengths = _gathered(rows.lengths, [fact[0] for fact in of_ranks], group, device)
-    _check_units(lengths, capacity, parts, together)
+    counts = [fact[0] for fact in of_ranks]
+    lengths = _gathered(rows.lengths, counts, group, device)
+    taken = None if rooms is None else _gathered(rooms, counts, group, device)
+    _check_units(lengths, taken, capacity, parts, together)
     if weights is None:
         of_units = [_unit_tokens(of_rank, together) for of_rank in lengths]
     else:
-        of_units = _gathered(weights, [fact[0] for fact in of_ranks], group, device)
+        of_units = _gathered(weights, counts, group, device)
     owners = _owners(of_units, [fact[2:] for fact in of_ranks], parts)
     if size > 1:
         rows = _exchange(rows, owners, max(fact[1] for fact in of_ranks), rank, group, device)
@@ -74,11 +78,16 @@ def _gathered(
     return [every[:count] for every, count in zip(gathered, counts, strict=True)]
 
 
-def _check_units(lengths: list[list[int]], capacity: Capacity, parts: int, together: int) -> None:
+def _check_units(
+    lengths: list[list[int]], rooms: list[list[int]] | None, capacity: Capacity, parts: int, together: int
+) -> None:
     for rank, of_rank in enumerate(lengths):
         if len(of_rank) % (parts * together):
             raise ValueError(f"data rank {rank} has {len(of_rank)} rows; {parts} parts need whole units of {together}")
-        capacity.rooms(of_rank, together)
+        if rooms is None:
+            capacity.rooms(of_rank, together)
+        else:
+            capacity.check(rooms[rank][::together], of_rank)
 
 
 def _unit_tokens(lengths: list[int], together: int) -> list[int]:

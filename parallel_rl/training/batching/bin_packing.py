@@ -61,9 +61,20 @@ class Capacity:
             ValueError: a unit is longer than the row, or the sequences do not fill whole units.
         """
         rooms = [sum(unit) for unit in _units([self.padded(length) for length in lengths], together)]
+        self.check(rooms, lengths)
+        return rooms
+
+    def check(self, rooms: Sequence[int], lengths: Sequence[int]) -> None:
+        """Check that each unit fits into a micro-batch, by its room and the lengths of its sequences.
+
+        Raises:
+            ValueError: a unit is longer than the row.
+        """
+        together = len(lengths) // max(len(rooms), 1)
         for unit, room in enumerate(rooms):
             if room > self.usable:
                 rows = range(unit * together, (unit + 1) * together)
+                once = "" if room == sum(self.padded(lengths[row]) for row in rows) else ", shared prefixes once"
                 which = (
                     f"sequence {rows[0]}"
                     if together == 1
@@ -71,10 +82,9 @@ class Capacity:
                 )
                 of = " + ".join(str(lengths[row]) for row in rows)
                 raise ValueError(
-                    f"{which} of {of} tokens take {room} with padding to multiples of {self.sequence}; batch.tokens = "
-                    f"{self.tokens} holds {self.usable} in a micro-batch and must hold that"
+                    f"{which} of {of} tokens take {room} with padding to multiples of {self.sequence}{once}; "
+                    f"batch.tokens = {self.tokens} holds {self.usable} in a micro-batch and must hold that"
                 )
-        return rooms
 
 
 def pack(lengths: Sequence[int], capacity: Capacity, together: int = 1) -> list[list[int]]:

@@ -19,10 +19,15 @@ from parallel_rl.training.tokenizer.protocol import Target
 
 @dataclass(frozen=True)
 class MicroBatch(megatron.MicroBatch):
-    """Rows for model and loss; `indices` of the rows in their source, `tokens`: the sum of true lengths."""
+    """Rows for model and loss; `indices` of the rows in their source, `tokens`: the sum of true lengths.
+
+    `groups_cut` counts groups of prefix trees whose last part is here, `tokens_repeated` the tokens that their parts repeat.
+    """
 
     indices: list[int] = field(kw_only=True)
     tokens: int = field(kw_only=True)
+    groups_cut: int = field(default=0, kw_only=True)
+    tokens_repeated: int = field(default=0, kw_only=True)
 
     @property
     def computed(self) -> int:

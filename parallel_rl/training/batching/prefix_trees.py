@@ -6,6 +6,7 @@ Legend: a *unit* is `together` sequences that stay in one micro-batch, a *group*
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -39,12 +40,12 @@ def pack_trees(rows: Samples, capacity: Capacity, together: int = 1) -> list[lis
     ([[0, 1, 2, 3]], [[0, 1], [2, 3]])
 
     Raises:
-        ValueError: a unit is longer than a row without sharing, or the sequences do not fill whole units.
+        ValueError: the tree of a unit is longer than a row, or the sequences do not fill whole units.
     """
-    capacity.rooms(rows.lengths.tolist(), together)
     if not len(rows):
         return []
     sizes = _unit_sizes(rows, capacity.sequence, together)
+    capacity.check([capacity.padded(size) for size in sizes], rows.lengths.tolist())
     firsts = build_tree(rows.input_ids[::together], rows.lengths[::together])
     shared = firsts.shared.tolist()
     open_branches: list[tuple[int, list[_Part]]] = [(0, [])]  # their prefixes' lengths, and the parts behind each
@@ -72,7 +73,36 @@ def tree_micro_batches(
     Raises:
         ValueError: from the layout, where lengths do not fit.
     """
-    return [_micro_batch(rows.select(indices), indices, device, scored) for indices in bins]
+    return [
+        replace(_micro_batch(rows.select(indices), indices, device, scored), groups_cut=cut, tokens_repeated=repeated)
+        for indices, (cut, repeated) in zip(bins, cut_groups(rows, bins), strict=True)
+    ]
+
+
+def cut_groups(rows: Samples, bins: Sequence[list[int]]) -> list[tuple[int, int]]:
+    """Count the groups that are cut into several micro-batches, and the tokens that their parts repeat.
+
+    A group counts in the last of its micro-batches.
+
+    >>> ids = torch.tensor([[7, 7, 7, row] for row in range(4)])
+    >>> rows = Samples(ids, ids < 7, torch.full((4,), 4))
+    >>> cut_groups(rows, [[0, 1], [2, 3]])  # the prompt of three tokens stands in both
+    [(0, 0), (1, 3)]
+    """
+    counts = [[0, 0] for _ in bins]
+    if len(bins) > 1:
+        group = (_begins(rows).cumsum(0) - 1).tolist()
+        parts: dict[int, dict[int, list[int]]] = {}
+        for number, places in enumerate(bins):
+            for place in places:
+                parts.setdefault(group[place], {}).setdefault(number, []).append(place)
+        for of_group in parts.values():
+            if len(of_group) > 1:
+                last = counts[max(of_group)]
+                last[0] += 1
+                last[1] += sum(tree_tokens(rows.select(part)) for part in of_group.values())
+                last[1] -= tree_tokens(rows.select([place for part in of_group.values() for place in part]))
+    return [(cut, repeated) for cut, repeated in counts]
 
 
 def group_tokens(rows: Samples, parts: int = 1, together: int = 1) -> Tensor:
@@ -83,18 +113,21 @@ def group_tokens(rows: Samples, parts: int = 1, together: int = 1) -> Tensor:
     """
     if not len(rows):
         return rows.lengths
-    columns = torch.arange(rows.input_ids.shape[1])
-    trained = rows.token_mask.bool() & (columns < rows.lengths[:, None])
-    prompt = torch.where(trained.any(1), trained.int().argmax(1), rows.lengths)
-    prompts = torch.where(columns < prompt[:, None], rows.input_ids, -1)
-    place = torch.arange(len(rows))
-    begins = place % together == 0
-    begins[together:] &= (prompts[together:] != prompts[:-together]).any(1)
-    begins |= place % max(len(rows) // parts, 1) == 0
+    begins = _begins(rows, together)
+    begins |= torch.arange(len(rows)) % max(len(rows) // parts, 1) == 0
     tokens = _tokens_by(rows, begins.cumsum(0) - 1)
     counted = torch.zeros_like(rows.lengths)
     counted[begins] = tokens
     return counted
+
+
+def unit_rooms(rows: Samples, capacity: Capacity, together: int = 1) -> Tensor:
+    """Count the room [N] that the tree of each unit takes at its first sequence; 0 at the others."""
+    rooms = torch.zeros_like(rows.lengths)
+    if len(rows):
+        sizes = _unit_sizes(rows, capacity.sequence, together)
+        rooms[::together] = torch.tensor([capacity.padded(size) for size in sizes])
+    return rooms
 
 
 def every_token(data: Mapping[str, Tensor]) -> Tensor:
@@ -105,6 +138,17 @@ def every_token(data: Mapping[str, Tensor]) -> Tensor:
 def tree_tokens(rows: Samples) -> int:
     """Count the tokens of the rows' trees."""
     return build_tree(rows.input_ids, rows.lengths).tokens if len(rows) else 0
+
+
+def _begins(rows: Samples, together: int = 1) -> Tensor:
+    """Mark [N] the sequences at which a group begins."""
+    columns = torch.arange(rows.input_ids.shape[1])
+    trained = rows.token_mask.bool() & (columns < rows.lengths[:, None])
+    prompt = torch.where(trained.any(1), trained.int().argmax(1), rows.lengths)
+    prompts = torch.where(columns < prompt[:, None], rows.input_ids, -1)
+    begins = torch.arange(len(rows)) % together == 0
+    begins[together:] &= (prompts[together:] != prompts[:-together]).any(1)
+    return begins
 
 
 def _close(branches: list[tuple[int, list[_Part]]], last: list[_Part], depth: int, capacity: Capacity) -> list[_Part]:

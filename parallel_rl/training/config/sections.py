@@ -89,7 +89,7 @@ class BatchConfig:
             `padding_fraction` and `data_imbalance`.
         share_prefixes: compute tokens that the sequences of a packed row share, such as a prompt, once (prefix trees). `tokens`
             counts them once, and the samples of a prompt go to one data rank. Adds the metrics `tokens_computed`,
-            `tokens_trained` and `shared`.
+            `tokens_trained`, `shared`, `groups_cut` and `tokens_repeated`.
     """
 
     micro_batch_size: int | None = None

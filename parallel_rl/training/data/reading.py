@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import chain
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,8 +31,14 @@ from parallel_rl.training.tokenizer.protocol import Tokenizer
 Record = Prompt | Example | Pair | Answer | Solution | Rollout
 
 
+class Room(Protocol):
+    """A check that raises ValueError where a run has no room for the tokens of a record's longest sequence."""
+
+    def __call__(self, tokens: int, record: Record | None = None) -> None: ...
+
+
 def read_datasets(
-    config: TrainConfig, tokenizer: Tokenizer, files: Files, room: Callable[[int], None] = lambda tokens: None
+    config: TrainConfig, tokenizer: Tokenizer, files: Files, room: Room = lambda tokens, record=None: None
 ) -> Datasets:
     """Index the files and check their records, each rank a part; every rank calls it.
 
@@ -40,7 +46,7 @@ def read_datasets(
         config: the run.
         tokenizer: of all text.
         files: from `find_data`.
-        room: refuses a sequence of so many tokens if the model has no room for it.
+        room: refuses records that the run has no room for.
 
     Raises:
         ValueError: on every rank: a malformed line or row (by file and number), a sequence without room, a prompt in both
@@ -81,7 +87,7 @@ def read_datasets(
 class _Reader:
     """Opens and checks sources one after the other, and collects their notes."""
 
-    def __init__(self, config: TrainConfig, files: Files, room: Callable[[int], None]) -> None:
+    def __init__(self, config: TrainConfig, files: Files, room: Room) -> None:
         self.longest, self.checked, self.notes = 0, dict[str, float](), defaultdict[str, list[str]](list)
         self._cut = list[int]()  # tokens of this rank's sequences that were shortened
         self._config, self._files, self._room = config, files, room
@@ -150,7 +156,7 @@ class _Reader:
             record = parse(row)
             tokens = self._longest(record)
             try:
-                self._room(tokens)
+                self._room(tokens, record)
             except ValueError as error:
                 if too_long == "truncate":
                     self._cut.append(tokens)

@@ -26,6 +26,7 @@ from parallel_rl.training.batching.prefix_trees import (
     pack_trees,
     tree_micro_batches,
     tree_tokens,
+    unit_rooms,
 )
 from parallel_rl.training.config.sections import OptimizerConfig, SamplingConfig
 from parallel_rl.training.models.engine import Engine, build_optimizer
@@ -91,9 +92,10 @@ class Learner:
         shares = self.engine.config.batch.share_prefixes
         loads = [tree_tokens(part) if shares else int(part.lengths.sum()) for part in beside]
         weights = group_tokens(rows, parts, together) if shares else None
+        rooms = unit_rooms(rows, self.capacity, together) if shares else None
         group, device = self.engine.groups.data, self.engine.device
         options = {"parts": parts, "together": together}
-        return balance(rows, self.capacity, group, device, **options, loads=loads, weights=weights)
+        return balance(rows, self.capacity, group, device, **options, loads=loads, weights=weights, rooms=rooms)
 
     def batches(self, rows: Samples, together: int = 1) -> list[MicroBatch]:
         """Make the micro-batches of an optimizer step; under `batch.tokens`, `together` rows stay in one."""
@@ -171,8 +173,9 @@ class Learner:
         groups = self.engine.groups
         padded = sum(batch.input.tokens.numel() for batch in batches) * groups.cp_size
         sums = [sum(batch.computed for batch in batches), sum(batch.tokens for batch in batches), padded, len(batches)]
+        sums += [sum(batch.groups_cut for batch in batches), sum(batch.tokens_repeated for batch in batches)]
         by_rank = all_gather(torch.tensor(sums, device=self.engine.device), groups.data).double().cpu()
-        computed, trained, total_padded, packed_rows = by_rank.sum(0).tolist()
+        computed, trained, total_padded, packed_rows, cut, repeated = by_rank.sum(0).tolist()
         metrics: StepMetrics = {}
         if self.capacity is not None:
             metrics |= {
@@ -182,6 +185,7 @@ class Learner:
             }
         if shares:
             metrics |= {"tokens_computed": computed, "tokens_trained": trained, "shared": 1 - computed / trained}
+            metrics |= {"groups_cut": cut, "tokens_repeated": repeated}
         return metrics
 
     def _score(
@@ -213,7 +217,7 @@ def build_loss(engine: Engine, config: LossConfig, sampling: SamplingConfig | No
 
 
 def combine_updates(results: Sequence[StepResult]) -> StepMetrics:
-    """Combine the updates' metrics to those of a step: extrema, sums of tokens, means of the rest.
+    """Combine the updates' metrics to a step's: extrema, sums of tokens and groups, means of the rest.
 
     Skipped updates count in `tokens` and `skipped_updates`.
     """
@@ -223,7 +227,7 @@ def combine_updates(results: Sequence[StepResult]) -> StepMetrics:
     for name in applied[0].metrics if applied else ():
         of_updates = [result.metrics[name] for result in applied]
         extremum = next((pick for suffix, pick in extrema.items() if name.endswith(suffix)), None)
-        whole = 1 if name.startswith("tokens_") else len(of_updates)
+        whole = 1 if name.startswith(("tokens_", "groups_")) else len(of_updates)
         combined[name] = sum(of_updates) / whole if extremum is None else extremum(of_updates)
     if "tokens_trained" in combined:
         combined["shared"] = 1 - combined["tokens_computed"] / combined["tokens_trained"]

@@ -19,6 +19,7 @@ from parallel_rl.training.data.examples import Pair
 from parallel_rl.training.data.reading import Record, lengths_of, read_datasets
 from parallel_rl.training.data.records.source import Records
 from parallel_rl.training.preflight.sizes import check_layout, length_check
+from parallel_rl.training.preflight.tree_fill import TreeFill, step_rows, tree_fill
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,7 @@ class Progress:
     """Counters after `step` steps of a phase.
 
     Tokens include all that may be sampled behind a prompt. `filled` is the mean fraction of micro-batches that tokens fill,
-    `memory` the resident bytes.
+    `memory` the resident bytes, `trees` whether rows are prefix trees.
     """
 
     phase: str
@@ -47,6 +48,7 @@ class Progress:
     seconds: float
     filled: float
     memory: int
+    trees: TreeFill | None = None
 
 
 def readings(config: TrainConfig) -> list[Reading]:
@@ -82,7 +84,7 @@ def dry_run(
         say(line)
     say(f"indexed and checked in {time.monotonic() - began:.1f} s; the longest sequence takes {data.longest} tokens")
     for reading in readings(config):
-        yield from _phase(config, data, reading, reading.steps if steps is None else steps, ranks)
+        yield from read_steps(config, data, reading, reading.steps if steps is None else steps, ranks)
 
 
 def resident() -> int:
@@ -95,10 +97,13 @@ def resident() -> int:
     return pages * resource.getpagesize()
 
 
-def _phase(config: TrainConfig, data: Datasets, reading: Reading, steps: int, ranks: int) -> Iterator[Progress]:
+def read_steps(config: TrainConfig, data: Datasets, reading: Reading, steps: int, ranks: int) -> Iterator[Progress]:
+    """Read what the first steps of a phase read from one source; report at 1, 10, 100, ... and the last."""
     records: Records[Record] = getattr(data, reading.name)
     began, tokens, filled = time.monotonic(), 0, 0.0
     rows = _rows(config, reading)
+    together = rows if reading.name in ("pairs", "answers") else 1
+    trees = TreeFill() if config.batch.share_prefixes else None
     for step in range(steps):
         indices = range(step * reading.count, (step + 1) * reading.count)
         if reading.shuffled:
@@ -107,11 +112,15 @@ def _phase(config: TrainConfig, data: Datasets, reading: Reading, steps: int, ra
             batch = [records[place % len(records)] for place in indices]
         lengths = [length for index in range(len(batch)) for length in _lengths(config, batch, index, rows)]
         tokens += sum(lengths)
-        filled += sum(lengths) / _room(config, lengths, rows if reading.name in ("pairs", "answers") else 1, ranks)
+        if trees is None:
+            filled += sum(lengths) / _room(config, lengths, together, ranks)
+        else:
+            fill = tree_fill(config, step_rows(batch, rows, config.sampling.max_new_tokens), together, ranks)
+            filled, trees = filled + fill.tokens / fill.room, trees + fill
         done = step + 1
         if done == steps or str(done).strip("0") == "1":
             seconds = time.monotonic() - began
-            yield Progress(reading.phase, done, done * reading.count, tokens, seconds, filled / done, resident())
+            yield Progress(reading.phase, done, done * reading.count, tokens, seconds, filled / done, resident(), trees)
 
 
 def _rows(config: TrainConfig, reading: Reading) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from operator import attrgetter
 
 import torch
@@ -13,8 +13,9 @@ from parallel_rl.plan.source import Source
 from parallel_rl.training.config.load import load_config
 from parallel_rl.training.config.train import TrainConfig
 from parallel_rl.training.data.alphabet import settle_alphabet
-from parallel_rl.training.data.datasets import find_data
+from parallel_rl.training.data.datasets import Datasets, find_data
 from parallel_rl.training.data.reading import read_datasets
+from parallel_rl.training.preflight.dry_run import read_steps, readings
 from parallel_rl.training.preflight.sizes import length_check
 
 # field of the plan's layout: config key
@@ -49,16 +50,29 @@ def planned(path: str, given: Mapping[str, object] | None = None) -> Source:
         raise ValueError("run.dtype = 'float64' is not supported; give --dtype")
     layout = {name: value for name, key in _KEYS.items() if (value := attrgetter(key)(config)) is not None}
     dtype = getattr(torch, config.run.dtype)
-    return Source(model_shape(config), {**layout, "dtype": dtype}, data=_records_that_do_not_fit(config))
+    return Source(model_shape(config), {**layout, "dtype": dtype}, data=_of_data(config))
 
 
-def _records_that_do_not_fit(config: TrainConfig) -> tuple[str, ...]:
-    """Describe that the run drops or cuts records; empty if it refuses them."""
-    if config.data.too_long == config.data.invalid == "error":
+def _of_data(config: TrainConfig) -> tuple[str, ...]:
+    """Describe the data of a run that drops or cuts records, and the first steps of a run on prefix trees."""
+    fits, shares = config.data.too_long == config.data.invalid == "error", config.batch.share_prefixes
+    if fits and not shares:
         return ()
     files = find_data(config.data)
     config = settle_alphabet(config, files)
-    return tuple(read_datasets(config, config.tokenizer.build(), files, length_check(config)).describe())
+    data = read_datasets(config, config.tokenizer.build(), files, length_check(config))
+    return (*([] if fits else data.describe()), *(_trees(config, data) if shares else ()))
+
+
+def _trees(config: TrainConfig, data: Datasets) -> Iterator[str]:
+    """Describe the rows of each phase's first step."""
+    for reading in readings(config):
+        for done in read_steps(config, data, reading, 1, config.parallel.data or 1):
+            assert done.trees is not None
+            yield (
+                f"{done.phase} step 1: {done.tokens:,} tokens, {done.trees.describe(done.tokens)}; a data rank has up to "
+                f"{done.trees.rows:,} micro-batches, {done.filled:.1%} full"
+            )
 
 
 def model_shape(config: TrainConfig) -> ModelShape:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from parallel_rl.config.hf_config import is_hf, read_hf
 from parallel_rl.training.batching.bin_packing import Capacity
-from parallel_rl.training.batching.micro_batches import width_unit
+from parallel_rl.training.batching.micro_batches import target_rows, width_unit
+from parallel_rl.training.batching.prefix_trees import unit_rooms
 from parallel_rl.training.config.sections import data_parallel_size
 from parallel_rl.training.config.train import TrainConfig
+from parallel_rl.training.data.examples import Pair
+from parallel_rl.training.data.reading import Record, Room
 from parallel_rl.training.models.engine import Engine
 from parallel_rl.training.tokenizer.protocol import Vocabulary
 
@@ -52,10 +53,10 @@ def check_vocabulary(config: TrainConfig, tokenizer: Vocabulary) -> Vocabulary:
     return vocabulary
 
 
-def length_check(config: TrainConfig) -> Callable[[int], None]:
+def length_check(config: TrainConfig) -> Room:
     """Return a check that raises ValueError if the model or a micro-batch has no room for so many tokens.
 
-    For preference losses a micro-batch needs room for all rows of a record.
+    For preference losses a micro-batch needs room for all rows of a record, or for their prefix tree.
     """
     sizes, packing, most = config.parallel, config.batch.packing, config.model.max_positions
     unit = width_unit(tensor=sizes.tensor, context=sizes.context, sequence_parallel=sizes.sequence_parallel)
@@ -64,17 +65,22 @@ def length_check(config: TrainConfig) -> Callable[[int], None]:
 
     longest = config.data.max_length
 
-    def check(tokens: int) -> None:
+    def check(tokens: int, record: Record | None = None) -> None:
         if longest is not None and tokens > longest:
             raise ValueError(f"data.max_length = {longest} is too few; the sequence takes {tokens}")
         needed = -(-tokens // unit) * unit + (unit * sizes.tensor if packing else 0)
         if needed > most:
             raise ValueError(f"model.max_positions = {most} is too few; the sequence takes {needed} with padding")
-        if capacity is not None and rows * capacity.padded(tokens) > capacity.usable:
+        if capacity is None or (room := rows * capacity.padded(tokens)) <= capacity.usable:
+            return
+        # a mismatched third row is not known before the step
+        if config.batch.share_prefixes and isinstance(record, Pair) and rows == 2:
+            pair = target_rows([record.prompt] * 2, [record.chosen, record.rejected])
+            room = int(unit_rooms(pair, capacity, 2)[0])
+        if room > capacity.usable:
             what = "the sequence takes" if rows == 1 else f"the {rows} rows of a record take up to"
             raise ValueError(
-                f"batch.tokens = {capacity.tokens} is too few: a row holds {capacity.usable}, and {what} "
-                f"{rows * capacity.padded(tokens)} with padding"
+                f"batch.tokens = {capacity.tokens} is too few: a row holds {capacity.usable}, and {what} {room} with padding"
             )
 
     return check

@@ -13,12 +13,12 @@ from parallel_rl import build_tree
 from parallel_rl.experience import Samples
 from parallel_rl.testing.pool import run_world
 from parallel_rl.training.batching.bin_packing import Capacity
-from parallel_rl.training.batching.prefix_trees import group_tokens, pack_trees
+from parallel_rl.training.batching.prefix_trees import cut_groups, group_tokens, pack_trees, tree_tokens, unit_rooms
 from tests.prefix_tree.trees import padded
 from tests.training.batching.test_packed_layouts import OF_THE_LAYOUT, arguments
 from tests.training.helpers import Rows, assert_near, train_rows
 
-OF_TREES = ("tokens_computed", "tokens_trained", "shared")
+OF_TREES = ("tokens_computed", "tokens_trained", "shared", "groups_cut", "tokens_repeated")
 
 
 @st.composite
@@ -29,11 +29,11 @@ def steps(draw: st.DrawFn) -> tuple[Samples, Capacity, int]:
     rows = draw(st.lists(sequence, min_size=together, max_size=24))
     ids, lengths = padded(rows[: len(rows) // together * together])
     capacity = Capacity.of_layout(10**6, tensor=draw(st.sampled_from((1, 2))), context=draw(st.sampled_from((1, 2))))
-    least = max(capacity.rooms(lengths.tolist(), together))
+    samples = Samples(ids, torch.ones_like(ids), lengths)
+    least = int(unit_rooms(samples, capacity, together).max())
     unit = capacity.row
     tokens = -(-least // unit) * unit + draw(st.integers(0, 30))
-    capacity = Capacity(tokens, capacity.sequence, unit)
-    return Samples(ids, torch.ones_like(ids), lengths), capacity, together
+    return samples, Capacity(tokens, capacity.sequence, unit), together
 
 
 @settings(deadline=None)
@@ -48,6 +48,9 @@ def test_every_unit_is_in_one_row_and_no_tree_is_too_long(step: tuple[Samples, C
         part = rows.select(places)
         room = build_tree(part.input_ids, part.lengths, multiple_of=capacity.sequence).row_length
         assert -(-room // capacity.row) * capacity.row <= capacity.tokens
+    # without a prompt all sequences are one group
+    repeated = sum(tree_tokens(rows.select(places)) for places in bins) - tree_tokens(rows)
+    assert cut_groups(rows, bins) == [(0, 0)] * (len(bins) - 1) + [(len(bins) > 1, repeated)]
     of_bin = {place: number for number, places in enumerate(bins) for place in places}
     if together == 1:
         for token in (1, 2):
@@ -62,6 +65,16 @@ def test_groups_are_prompts_and_stay_within_their_part() -> None:
     assert group_tokens(rows).tolist() == [4, 0, 5, 0, 0, 0]
     assert group_tokens(rows, parts=2).tolist() == [4, 0, 3, 5, 0, 0]
     assert group_tokens(rows, together=2).tolist() == [4, 0, 5, 0, 0, 0]
+
+
+def test_a_pair_that_fits_only_as_a_tree() -> None:
+    ids = torch.tensor([[5, 6, 7, 1], [5, 6, 7, 2], [5, 6, 3, 4], [5, 6, 8, 9]])
+    rows = Samples(ids, ids < 5, torch.full((4,), 4))
+    assert unit_rooms(rows, Capacity(6), together=2).tolist() == [5, 0, 6, 0]
+    assert sorted(pack_trees(rows, Capacity(6), together=2)) == [[0, 1], [2, 3]]
+    message = r"sequences 2 to 3, .* of 4 \+ 4 tokens take 6 with padding to multiples of 1, shared prefixes once"
+    with pytest.raises(ValueError, match=message):
+        pack_trees(rows, Capacity(5), together=2)
 
 
 _flat: dict[str, Rows] = {}
@@ -89,7 +102,7 @@ def flat_rows(case: str, folder: Path, **more: object) -> Rows:
                 ("sampled, covariances", 4, {"tokens": 40}, {"context": 2}),
                 ("experts", 2, {"tokens": 40}, {}),
                 ("critic", 2, {"tokens": 40}, {"context": 2}),
-                ("DPO", 2, {"tokens": 72}, {}),
+                ("DPO", 2, {"tokens": 64}, {}),  # of pairs that take up to 72 unshared
                 ("KTO", 2, {"tokens": 108}, {"context": 2}),
                 ("reward model", 1, {"tokens": 72}, {}),
                 ("SFT", 2, {"tokens": 40}, {}),
@@ -106,8 +119,11 @@ def test_flat_rows_train_the_same_model(
     assert all(rows == results[0] for rows in results)
     rows = results[0]
     for row in rows:
-        computed, trained, shared = (float(row.get(name, row.get(f"critic_{name}"))) for name in OF_TREES)
+        computed, trained, shared, cut, repeated = (
+            float(row.get(name, row.get(f"critic_{name}"))) for name in OF_TREES
+        )
         assert 0 < computed < trained and 0 < shared < 1
+        assert cut <= repeated < computed and (cut > 0 or repeated == 0)
     others = [{name: x for name, x in row.items() if not _of_trees(name)} for row in rows]
     assert_near(others, expected, rel=1e-10)
 

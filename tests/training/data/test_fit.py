@@ -12,7 +12,7 @@ import yaml
 from parallel_rl.testing.pool import run_world
 from parallel_rl.training.config.load import load_config
 from parallel_rl.training.data.datasets import Datasets, find_data
-from parallel_rl.training.data.examples import Example, Prompt, Rollout
+from parallel_rl.training.data.examples import Example, Pair, Prompt, Rollout
 from parallel_rl.training.data.fit import shorten
 from parallel_rl.training.data.reading import read_datasets
 from parallel_rl.training.preflight.planned import planned
@@ -83,6 +83,29 @@ def test_records_that_are_dropped_leave_the_order(tmp_path: Path) -> None:
     assert {line for line in one[2] if "dropped" in line} <= {*planned(str(tmp_path / "run.yaml")).data}
     whole = read(path, too_long="truncate", invalid="drop").pairs
     assert whole.fingerprint != records.fingerprint and len(whole) > len(records)
+
+
+def test_a_pair_needs_room_for_its_tree_where_prefixes_are_shared() -> None:
+    pair = Pair((1,) * 12, Target((2,) * 6, None), Target((3,) * 5, None))
+    refused = {}
+    for tokens, shares in ((23, True), (22, True), (23, False)):
+        batch = f"{{packing: true, share_prefixes: {shares}, tokens: {tokens}, micro_batch_size: null}}"
+        path, *given = run("dpo_arithmetic.yaml", batch=batch, evaluation="null", warmup="null", data__examples="null")
+        check = length_check(load_config(path, given))
+        try:
+            check(18, pair)
+        except ValueError as error:
+            refused[tokens, shares] = str(error)
+    assert refused == {
+        (
+            22,
+            True,
+        ): "batch.tokens = 22 is too few: a row holds 22, and the 2 rows of a record take up to 23 with padding",
+        (
+            23,
+            False,
+        ): "batch.tokens = 23 is too few: a row holds 23, and the 2 rows of a record take up to 36 with padding",
+    }
 
 
 def test_records_that_are_cut_keep_a_learned_token(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import astuple
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from parallel_rl.cli import main
 from parallel_rl.testing.pool import WorldError, run_world
 from parallel_rl.training.config.load import load_config
 from parallel_rl.training.preflight.dry_run import dry_run
+from parallel_rl.training.preflight.planned import planned
 from tests.training.data.small_blocks import small_blocks
 from tests.training.helpers import CONFIGS, DATA, cut, run, train_rows
 
@@ -115,6 +117,37 @@ def test_a_dry_run_reads_what_the_steps_read(
     assert [step for _, step, *_ in got] == [1, 7] * (len(got) // 2) and {*expected} <= {*got}
     assert all(done.filled == 1.0 and done.memory > 1e7 for done in found)  # all sequences are of one length
     assert said[-1].endswith("the longest sequence takes 11 tokens") or said[-1].endswith("10 tokens")
+
+
+@pytest.mark.parametrize(
+    ("batch", "expected", "text"),
+    [
+        # each of four prompts of 7 tokens has 8 samples of 4 new ones; two prompts in a row share their first tokens
+        ("tokens: 80, micro_batch_size: null", (2 * (7 + 32) * 2 - 3, 2 * 80, 2, 0, 0), "(56.5% shared)"),
+        (
+            "tokens: 30, micro_batch_size: null",
+            (4 * (7 + 32 + 7), 8 * 30, 8, 4, 4 * 7),
+            "(47.7% shared), 28 of them repeated by 4 groups that do not fit a row",
+        ),
+        ("micro_batch_size: 8", (4 * (7 + 32), 4 * (7 + 32), 4, 0, 0), "(55.7% shared)"),
+    ],
+)
+def test_a_dry_run_and_a_plan_pack_prefix_trees(
+    batch: str, expected: tuple[int, ...], text: str, tmp_path: Path
+) -> None:
+    settings = f"run: {{dtype: float32}}\nbatch: {{packing: true, share_prefixes: true, {batch}}}\n"
+    settings += "parallel: {data: null, tensor: 1, context: 1, sequence_parallel: false}\n"
+    settings += "rl: {prompts: 4, group_size: 8, updates: 1}\ndata: {held_out: null, examples: null}\n"
+    source = f"extends: {CONFIGS}/grpo_arithmetic.yaml\nevaluation: null\nwarmup: null\n"
+    (tmp_path / "run.yaml").write_text(source + settings)
+    [done] = dry_run(load_config(str(tmp_path / "run.yaml"), []), 1)
+    assert done.tokens == 352 and done.trees is not None and astuple(done.trees) == expected
+    assert done.filled == expected[0] / expected[1]
+    [line] = planned(str(tmp_path / "run.yaml")).data
+    assert line == (
+        f"rl step 1: 352 tokens, {expected[0]} in rows of trees {text}; a data rank has up to {expected[2]} micro-batches, "
+        f"{done.filled:.1%} full"
+    )
 
 
 def test_a_dry_run_refuses_what_a_run_would(tmp_path: Path) -> None:
