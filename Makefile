@@ -40,11 +40,16 @@ demo-hf: $(DEMO)  ## SFT and GRPO on word problems from a tiny random Qwen3 fold
 	rm -rf runs/word_problems/trained
 	CUDA_VISIBLE_DEVICES= $(BIN)/parallel-rl export $$(ls -d runs/word_problems/grpo/checkpoints/step_* | tail -1) runs/word_problems/trained
 
+# where nothing is compiled: Megatron's import prepares the compiler, two seconds of each process
+test: export TORCHDYNAMO_DISABLE = 1
+# gloo groups connect at their first collective, and most of Megatron's groups have none
+test test-slow: export TORCH_GLOO_LAZY_INIT = 1
 test: $(STAMP)  ## every module in some minutes: each loss and feature on one layout that stands for the others
 	$(PYTEST) -m "not slow and not gpu and not slurm and not vllm"
 
 test-slow: $(STAMP) install-chromium test-triton  ## the other layouts, dtypes and backends, and a page in a browser
-	$(PYTEST) -m "slow and not gpu and not slurm and not vllm" --ignore-glob "*/test_triton_build*" # test-triton has built them
+	$(PYTEST) -m "slow and not gpu and not slurm and not vllm" --ignore-glob "*/test_triton_build*" \
+	  --ignore tests/docs # test-triton has built them, docs-site has opened its pages
 
 test-all: $(STAMP)  ## both
 	$(PYTEST) -m "not gpu and not slurm and not vllm"

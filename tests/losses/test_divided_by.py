@@ -17,19 +17,21 @@ OTHERS = {
 }  # fmt: skip
 
 
-def metrics_of(case: Case, factors: tuple[int, int]) -> Metrics:
+def metrics_of(case: Case, *factors: tuple[int, int]) -> list[Metrics]:
+    """Of one batch with its counts of sequences and tokens times each pair of factors."""
     batch = law_references.batch_of(case)
     loss_fn = case.build()
     seqs, toks = count_valid(batch.data)
-    plain = (batch.logits, batch.data, seqs, toks)
-    statistics = step_statistics([(loss_fn, plain)])
-    return loss_fn(batch.logits, batch.data, seqs * factors[0], toks * factors[1], statistics=statistics)[1]
+    statistics = step_statistics([(loss_fn, (batch.logits, batch.data, seqs, toks))])
+    return [
+        loss_fn(batch.logits, batch.data, seqs * by_seqs, toks * by_toks, statistics=statistics)[1]
+        for by_seqs, by_toks in factors
+    ]
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_a_metric_halves_with_its_count(case: Case) -> None:
-    plain = metrics_of(case, (1, 1))
-    doubled = metrics_of(case, (2, 1)), metrics_of(case, (1, 2))
+    plain, *doubled = metrics_of(case, (1, 1), (2, 1), (1, 2))
     whole_step = case.loss in ("components", "mix") or "normalize" in str(
         case.config
     )  # counts of their own; counts in a weight
@@ -49,7 +51,7 @@ def test_a_share_of_a_step_has_a_count() -> None:
     for case in law.CORE:
         if case.loss in ("components", "mix", "test_class"):
             continue
-        metrics = metrics_of(case, (1, 1))
+        [metrics] = metrics_of(case, (1, 1))
         without = {
             name for name, per in metrics.divided_by.items() if per is None and metrics.parts(name).kind == "share"
         }

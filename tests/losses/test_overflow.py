@@ -65,8 +65,7 @@ def wrong(data: dict[str, Tensor], field: str, place: tuple[int, int], value: fl
     return {**data, field: values}
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-@pytest.mark.parametrize("recorded", [-200.0, -math.inf])
+@pytest.mark.parametrize(("dtype", "recorded"), [(torch.float64, -200.0), (torch.float32, -math.inf)])
 @pytest.mark.parametrize("config", LINES, ids=str)
 def test_a_token_whose_ratio_overflows_is_as_a_masked_one(config: dict, recorded: float, dtype: torch.dtype) -> None:
     """It once was reported as e^80 with gradient 0: a loss of 4e33, and a norm in which no guard saw anything."""

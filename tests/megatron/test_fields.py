@@ -69,6 +69,8 @@ FIELDS: dict[str, tuple[Change, str]] = {
     "a changed sign": (_with("prev_logprobs", Tensor.neg), "above 0; these are probably log-probs with the sign changed"),
     "a scored id beyond the tokens": (_scored("input_ids", VOCAB), "lies outside the"),
 }  # fmt: skip
+#: of a callback: one of each look, at shapes, kinds and values of fields and ids; each needs process groups of its own
+CALLBACKS = ("a mask of one column", "a list", "short ids", "NaN", "a gradient", "a scored id beyond the tokens")
 #: seen where the library makes the model's input
 INPUTS: dict[str, tuple[Change, str]] = {
     "a label of nothing": (_at("input_ids", -100, 0), "input_ids = -100 at [0, 0] lies outside the model's vocabulary"),
@@ -203,8 +205,8 @@ def _of_callbacks(rank: int, sizes: dict[str, int]) -> dict[str, str]:
         outcomes[name] = _outcome(lambda: _own(model, make_loss(Case(loss="pg")), batches, around))
         M.destroy()  # ends what is under way between stages
 
-    for name, (change, _) in FIELDS.items():
-        run(name, [batch | change(batch) for batch in _rows()])
+    for name in CALLBACKS if "pp" in sizes else ("NaN",):
+        run(name, [batch | FIELDS[name][0](batch) for batch in _rows()])
     run("right", _rows())
     run("right, by Megatron's mean", _rows(), per_token=False)
     run("halved", _rows(), _halved)
@@ -217,9 +219,9 @@ def _of_callbacks(rank: int, sizes: dict[str, int]) -> dict[str, str]:
 def test_a_callback_names_what_its_loss_cannot_read_on_every_stage(sizes: dict[str, int]) -> None:
     """And a function around it that changes the gradient, which no metric shows."""
     ranks = run_world(2, _of_callbacks, sizes)
-    for name, (_, message) in FIELDS.items():
+    for name in CALLBACKS if "pp" in sizes else ("NaN",):
         for outcome in (outcomes[name] for outcomes in ranks):
-            assert outcome.startswith("ValueError: ") and message in outcome, (name, outcome)
+            assert outcome.startswith("ValueError: ") and FIELDS[name][1] in outcome, (name, outcome)
     last = ranks[-1]
     assert {outcomes[name] for outcomes in ranks for name in ("right", "right, by Megatron's mean")} == {""}
     assert all("multiplied by 0.5 on its way" in last[name] for name in ("halved", "halved, by Megatron's mean")), last

@@ -41,13 +41,18 @@ def truth_of(case_name: str, seed: int, head: bool) -> Truth:
     return truth(next(case for case in CASES if case.name == case_name), seed, head=head)
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize(
+    "case",
+    # recipes join options that the other cases have
+    [pytest.param(case, marks=pytest.mark.slow if case in law.RECIPES else ()) for case in CASES],
+    ids=lambda case: case.name,
+)
 def test_logits(case: Case) -> None:
     for seed in (5, 6) if case in law.CORE else (5,):
         assert run_tree(truth_of(case.name, seed, head=False), Cut(1, 1), ALONE) == []
 
 
-@pytest.mark.parametrize("case", OF_HEADS, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", law.one_of_each(OF_HEADS), ids=lambda case: case.name)
 def test_hidden_states(case: Case) -> None:
     assert run_tree(truth_of(case.name, 5, head=True), Cut(1, 1, head=True), ALONE) == []
 

@@ -26,7 +26,8 @@ TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 RELEASE = tuple(int(part) for part in triton.__version__.split(".")[:2])
 TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 WIDE = {"stats": 8, "gradient": 4}  # loads of 128 bits of a thread: in the loop, and as many in the tail
-ARCHITECTURES = [90, pytest.param(100, marks=pytest.mark.slow)]
+SLOW = pytest.mark.slow  # `make test-triton` builds all of them, `make test` each kernel once
+ARCHITECTURES = [90, pytest.param(100, marks=SLOW)]
 #: what is reached on Hopper, of (pass, with entropy): instructions for a logit of 16 bits and of 32
 MOST = {
     ("stats", True): (10.5, 10.5),
@@ -140,12 +141,12 @@ def _cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path_factory.getbasetemp() / "triton"))  # builds are really made
 
 
-@pytest.mark.parametrize("entropy", [True, False])
+@pytest.mark.parametrize("entropy", [True, pytest.param(False, marks=SLOW)])
 @pytest.mark.parametrize(
     ("dtype", "architecture"),
     [
         (torch.bfloat16, 90),
-        (torch.float32, 90),
+        pytest.param(torch.float32, 90, marks=SLOW),
         pytest.param(torch.float16, 90, marks=pytest.mark.slow),
         pytest.param(torch.bfloat16, 100, marks=pytest.mark.slow),
         pytest.param(torch.float32, 100, marks=pytest.mark.slow),
@@ -172,6 +173,7 @@ def test_passes(name: str, architecture: int, dtype: torch.dtype, entropy: bool,
     assert not re.search(r"\b(atom|red)\.", kernel.asm["ptx"])
 
 
+@SLOW
 @pytest.mark.parametrize("entropy", [True, False])
 @pytest.mark.parametrize(
     ("width", "dtype"),
@@ -201,6 +203,7 @@ def test_instructions_of_the_loop(name: str, dtype: torch.dtype, width: int, ent
     assert sum(number < first for number in narrow) >= 4
 
 
+@SLOW
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 @pytest.mark.parametrize("name", ["stats", "gradient"])
@@ -217,6 +220,7 @@ def test_a_shard_of_whole_lanes_is_read_and_written_wide(
     assert [store for store in stores if not store.endswith("v4.b32")] == [] or name == "stats"
 
 
+@SLOW
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_a_gradient_in_the_dtype_of_the_products(architecture: int, dtype: torch.dtype, tmp_path: Path) -> None:
@@ -228,6 +232,7 @@ def test_a_gradient_in_the_dtype_of_the_products(architecture: int, dtype: torch
     assert {store.rsplit(".", 2)[1] for store in stores} == {"v2" if dtype == torch.float32 else "v4"}
 
 
+@SLOW
 @pytest.mark.parametrize("width", [131072, 18992])
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_logits_are_kept_in_the_pass_of_the_statistics(architecture: int, width: int, tmp_path: Path) -> None:
@@ -242,6 +247,7 @@ def test_logits_are_kept_in_the_pass_of_the_statistics(architecture: int, width:
     assert sum("STG.E " in what for what in loop) * 4 <= elements, "a top for each block"
 
 
+@SLOW
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_a_gradient_of_kept_logits(architecture: int, tmp_path: Path) -> None:
     kernel = build_pass("gradient", torch.float16, architecture, True, out=torch.bfloat16, half=True)
@@ -254,6 +260,7 @@ def test_a_gradient_of_kept_logits(architecture: int, tmp_path: Path) -> None:
     assert all(store.endswith("v4.b32") for store in stores) and len(stores) == 4
 
 
+@SLOW
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_a_gradient_is_scaled_wide(architecture: int, tmp_path: Path) -> None:
     from parallel_rl.vocab.backends.triton import operators as scale
@@ -267,6 +274,7 @@ def test_a_gradient_is_scaled_wide(architecture: int, tmp_path: Path) -> None:
     assert sum(".v4.b32" in load for load in loads) == len(loads) - 1 and all(".v4.b32" in store for store in stores)
 
 
+@SLOW
 @pytest.mark.parametrize("name", ["stats", "gradient"])
 def test_a_vocabulary_of_any_size_is_read_wide_but_for_its_tail(name: str, tmp_path: Path) -> None:
     kernel = build_pass(name, torch.bfloat16, 90, True, valid=128256 - 3)
@@ -276,13 +284,17 @@ def test_a_vocabulary_of_any_size_is_read_wide_but_for_its_tail(name: str, tmp_p
     assert sum(load.endswith("b16") for load in loads) - 4 * WIDE[name] in (0, 1)  # the tail's, and the target's logit
 
 
+@SLOW
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_squared_probabilities_are_summed_in_the_same_registers(architecture: int, tmp_path: Path) -> None:
     kernel = build_pass("stats", torch.bfloat16, architecture, True, squares=True)
     assert usage(kernel, tmp_path)[1] == 0
 
 
-@pytest.mark.parametrize(("entropy", "squares"), [(True, True), (True, False), (False, False)])
+@pytest.mark.parametrize(
+    ("entropy", "squares"),
+    [(True, True), pytest.param(True, False, marks=SLOW), pytest.param(False, False, marks=SLOW)],
+)
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 @pytest.mark.parametrize("name", ["merge", "combine"])
 def test_combinations(name: str, architecture: int, entropy: bool, squares: bool, tmp_path: Path) -> None:

@@ -24,14 +24,15 @@ def programs_at_once(registers: int) -> int:
     return 65536 // (-(-registers // 8) * 8 * THREADS)
 
 
+@pytest.mark.slow
 @DTYPES
 @pytest.mark.parametrize(
     ("rows", "entropy", "architecture"),
     [
         ({"width": 128256, "within": True}, True, 90),
-        pytest.param({"width": 128257}, True, 90, marks=pytest.mark.slow),
-        pytest.param({"width": 128257}, False, 90, marks=pytest.mark.slow),
-        pytest.param({"width": 128256, "within": True}, True, 100, marks=pytest.mark.slow),
+        ({"width": 128257}, True, 90),
+        ({"width": 128257}, False, 90),
+        ({"width": 128256, "within": True}, True, 100),
     ],
     ids=["of an odd first column", "at an odd stride", "at an odd stride, no entropy", "Blackwell"],
 )
@@ -50,6 +51,7 @@ def test_a_lane_is_one_threads_wherever_rows_begin(
         assert not any("SHFL" in what or "BAR." in what for what in loop)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_logits_are_kept_in_one_warp_wherever_rows_begin(architecture: int, tmp_path: Path) -> None:
     kernel = build_pass("stats", torch.float32, architecture, True, 128257, half=True)
@@ -60,9 +62,10 @@ def test_logits_are_kept_in_one_warp_wherever_rows_begin(architecture: int, tmp_
     assert not any("BAR." in what or "LDS" in what or "STS" in what for what in loop)
 
 
+@pytest.mark.slow
 @DTYPES
-@pytest.mark.parametrize("entropy", [True, pytest.param(False, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("width", [16032, pytest.param(18992, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("entropy", [True, False])
+@pytest.mark.parametrize("width", [16032, 18992])
 def test_instructions_of_a_whole_program(width: int, entropy: bool, dtype: torch.dtype, tmp_path: Path) -> None:
     """Of a shard of TP 8 up to a quarter lies outside the loop, in the tile that is not whole; and lanes meet once a row."""
     code = machine_code(build_pass("stats", dtype, 90, entropy, width), tmp_path)

@@ -18,12 +18,12 @@ POINTERS = {
     "end": "*fp32", "rate": "*fp32", "inv_t": "*fp64", "low": "*fp32", "high": "*fp32", "top": "*fp64", "unit": "*fp64",
     "found": "*i32", "missed": "*i1", "before": "*i64", "pivots": "*fp32", "floor": "*fp32",
 }  # fmt: skip
-OPTIONS: list[tuple[str, dict[str, Any]]] = [
+OPTIONS: list[Any] = [
     ("bins", {"BINS": 128}),
     ("weigh", {"TOP_K": False}),
-    ("weigh", {"TOP_K": True}),
+    pytest.param("weigh", {"TOP_K": True}, marks=pytest.mark.slow),
     ("held", {"MASSES": True}),
-    ("held", {"MASSES": False}),
+    pytest.param("held", {"MASSES": False}, marks=pytest.mark.slow),
 ]
 #: instructions for a logit: adding another int64 sum to a pass is seen by no other test without a card
 MOST = {"bins": 66, "weigh": 130, "held": 90}
