@@ -61,14 +61,14 @@ def check_ids(data: Mapping[str, Tensor], columns: int | None, loss_fn: object) 
 
 
 def check_columns(columns: int, loss_fn: object) -> None:
-    """Refuse a loss with more tokens than the model's columns: only the last stage would notice."""
+    """Raise ValueError if the loss has more tokens than the model columns; only one stage would notice."""
     tokens = _vocab_size(loss_fn)
     if tokens is not None and tokens > columns:
         raise ValueError(f"the loss has vocab_size = {tokens}, the model's vocabulary only {columns} columns")
 
 
 def check_right_padded(data: Mapping[str, Tensor]) -> None:
-    """Refuse rows padded on the left or with several sequences, by attention_mask and position_ids."""
+    """Raise ValueError for rows padded on the left or with several sequences, by mask and positions."""
     attended, positions = data.get("attention_mask"), data.get("position_ids")
     shape = data["token_mask"].shape
     cure = "padded_batch takes one sequence a row, from column 0 on; padding comes behind it"
