@@ -32,7 +32,7 @@ Record = Prompt | Example | Pair | Answer | Solution | Rollout
 
 
 class Room(Protocol):
-    """A check that raises ValueError where a run has no room for the tokens of a record's longest sequence."""
+    """Check that raises ValueError if a run has no room for a record's longest sequence."""
 
     def __call__(self, tokens: int, record: Record | None = None) -> None: ...
 
