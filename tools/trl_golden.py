@@ -1,6 +1,6 @@
 """Writes tests/training/data/trl_golden.json: ids and learned tokens that TRL's own code makes of the tests' records.
 
-python -m tools.trl_golden [FORM ...], where trl, datasets and tokenizers are installed. Other forms keep what they have: "solutions"
+python -m tools.trl_golden [FORM ...], where trl, datasets and tokenizers are installed. Other forms keep their ids: "solutions"
 is from TRL 0.29, whose trainer of steps later versions lack, and the others are from 1.16.
 """
 

@@ -13,7 +13,7 @@ _AGAIN = 1.0  # seconds between alarms of one call: the function may have swallo
 
 
 class TimeLimitExceeded(BaseException):
-    """A call took longer than its limit; no Exception, so that `except Exception` in the call does not hide it."""
+    """A call took longer than its limit; not an Exception, which the call itself may catch."""
 
 
 def check_time_limit(seconds: float | None) -> None:

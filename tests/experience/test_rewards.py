@@ -136,7 +136,7 @@ def test_a_sample_that_takes_for_ever_ends_at_the_limit(wait: Callable[[], None]
         return 1.0
 
     before, began = signal.getsignal(signal.SIGALRM), time.monotonic()
-    rewards, faults = reward_function(slow, timeout=0.05).score(["a"] * 3, ["", "x", ""], [""] * 3)
+    rewards, faults, _ = reward_function(slow, timeout=0.05).score(["a"] * 3, ["", "x", ""], [""] * 3)
     assert time.monotonic() - began < 5
     assert rewards[[0, 2]].tolist() == [1, 1] and rewards[1].isnan() and faults.keys() == {1}
     line = slow.__code__.co_firstlineno + 2

@@ -59,7 +59,7 @@ class HuggingFaceFile:
 
     @cached_property
     def _dataset(self) -> datasets.Dataset:
-        return _loaded(self.source, self.key)
+        return _loaded(self.source, self.key).with_format("arrow")
 
     def open(self) -> None:
         """Load the data set; a name of the hub is downloaded, or taken from the cache.
@@ -90,7 +90,7 @@ class HuggingFaceFile:
 
     def _rows(self, start: int) -> pyarrow.Table:
         """Return a block's rows, in one chunk."""
-        arrow: pyarrow.Table = self._dataset.with_format("arrow")[start : start + ROWS]
+        arrow: pyarrow.Table = self._dataset[start : start + ROWS]
         return arrow.combine_chunks()
 
 
