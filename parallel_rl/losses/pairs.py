@@ -36,7 +36,7 @@ class PreferenceWithNLL(LossFn[ConfigT]):
 
     @abstractmethod
     def terms(self, batch: TokenBatch) -> PairTerms:
-        """Compute the two terms."""
+        """Compute both terms without their weights, and the rewards [B/2] of chosen and rejected rows."""
 
     def compute(self, batch: TokenBatch) -> tuple[Tensor, Metrics]:
         terms = self.terms(batch)

@@ -1,4 +1,4 @@
-"""Definition of a loss and its reader: config, requirements, computation. No run."""
+"""What a loss and its reader define; `run.py` runs them. A share is this rank's addend of the global loss."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Account:
 
     Attributes:
         parts: name → its share with its coefficient; their sum is the share of the loss.
-        held: reason → [T_local] bool, the tokens whose term it removes, bounds or puts out of range.
+        held: reason → [T_local] bool, true where this reason dropped or bounded the token's term.
         values: name → [T_local] numbers of the tokens: "ratio", "importance", "kl".
     """
 
@@ -65,7 +65,7 @@ class Account:
 class Loss(ABC, Generic[ConfigT]):
     """Definition of a loss; a `LossFn` can be called.
 
-    A loss has a `config_class`, `requirements` and `compute`; other methods are overridden if it differs from their default.
+    A loss has a `config_class` and `compute`. Override another member only where its default does not fit.
     """
 
     config_class: type[ConfigT]
@@ -106,7 +106,7 @@ class Loss(ABC, Generic[ConfigT]):
         """Compute the share of the loss and its metrics, from flat local tokens."""
 
     def objective(self, batch: TokenBatch) -> Tensor:
-        """Compute the share alone, for gradients in forward; override it to skip costly metrics."""
+        """Compute the share alone, when gradients are computed during the forward; override it to skip metrics."""
         return self.compute(batch)[0]
 
     def account(self, batch: TokenBatch) -> Account:
@@ -114,7 +114,7 @@ class Loss(ABC, Generic[ConfigT]):
         return Account({"loss": self.objective(batch)})
 
     def count_from(self, batch: TokenBatch) -> Statistics:
-        """Count what a micro-batch's data adds to the step's statistics; a `counted` loss overrides it.
+        """Count what a micro-batch's data adds to the step's statistics; override it if `requirements.counted`.
 
         Args:
             batch: whole on this rank, with float64 fields and counts of 1, without model output. Token weights and units of
@@ -123,11 +123,11 @@ class Loss(ABC, Generic[ConfigT]):
         return Statistics({})
 
     def collect_from(self, batch: TokenBatch) -> Statistics:
-        """Collect this rank's statistics of the model's output; a `collected` loss overrides it."""
+        """Collect this rank's statistics of the model's output; override it if `requirements.collected`."""
         raise NotImplementedError(f"{type(self).__name__} requires `collected`, but has no collect_from")
 
     def scored(self, data: Mapping[str, Tensor]) -> Tensor:
-        """Return the tokens [B, S] that may carry loss: valid with a weight; override with `narrowed`."""
+        """Return the loss tokens [B, S]: valid and, if weighted, of positive weight; override with `narrowed`."""
         valid = valid_tokens(data)
         return valid if self.requirements.token_weights is None else valid & (data[WEIGHTS.name] > 0)
 
@@ -136,13 +136,13 @@ class Loss(ABC, Generic[ConfigT]):
         return local if self.requirements.token_weights is None else weighted(local)
 
     def check_data(self, data: Mapping[str, Tensor], needs: Requirements) -> None:
-        """Check the data's values, where enabled; ValueError names the place. Override it to refuse more."""
+        """Check the data's values; ValueError names the place. Called where values are checked; override to refuse more."""
         check_values(data, needs, truncated=bool(self.options.truncation))
 
     @property
     @abstractmethod
     def reader(self) -> Reader:
-        """Return the reader of the model's output; override it to read more than log-probs and entropy."""
+        """Return the reader of the model's output; a `LossFn` reads log-probs and entropy."""
 
     def with_options(self, options: VocabOptions) -> Self:
         """Copy the loss, state included, with other options; a loss that holds losses overrides it."""
@@ -152,7 +152,7 @@ class Loss(ABC, Generic[ConfigT]):
 
     @property
     def on_policy(self) -> bool:
-        """Return whether the loss fits only the policy that drew the samples: a second update is refused."""
+        """Return whether the trainer must refuse a second update on the same samples."""
         return False
 
     @property
@@ -201,7 +201,7 @@ class Reader(ABC):
     def read_head(
         self, local: LocalBatch, head: LMHeadInput, tensor_group: ProcessGroup | None
     ) -> tuple[TokenBatch, Tensor | None]:
-        """Read hidden states, by default as whole logits, and an exact 0 with a gradient computed on the way."""
+        """Read hidden states, by default as whole logits; the second value is 0 with a gradient made in forward, or None."""
         valid = self.loss.options.shard(head.weight.shape[0], tensor_group).valid
         return self.read(local, whole_logits(head, local.mask, valid, tensor_group), tensor_group), None
 
@@ -215,12 +215,12 @@ class Reader(ABC):
     def check_heads(
         self, head: LMHeadInput | None, heads: Mapping[str, LMHeadInput], tensor_group: ProcessGroup | None
     ) -> None:
-        """Refuse fields that are an `LMHeadInput`, and a student's `head` that does not fit them."""
+        """Refuse fields given as `LMHeadInput`; a reader that takes them overrides this and checks `head` against them."""
         for name in heads:
             raise ValueError(f"{name} must be a tensor, got LMHeadInput")
 
     def complete(self, logits: Tensor | None, data: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """Add fields that the data may omit (logits None: no output yet); a reader of whole rows overrides it."""
+        """Add fields that the data may omit; `logits` are None while there is no output."""
         return data
 
     def layout(

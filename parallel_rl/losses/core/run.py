@@ -42,13 +42,13 @@ if TYPE_CHECKING:
 
 
 class Read(NamedTuple):
-    """Output of a call as read.
+    """What `read` returns.
 
     Attributes:
-        loss: with the columns of this rank's shard of a DTensor.
+        loss: of the call; for a DTensor a copy whose options name this rank's columns.
         whole: the data before the restriction to the tokens that the loss scores.
         batch: of `compute`.
-        carrier: an exact 0 with a gradient computed on the way.
+        carrier: 0 with a gradient made in forward, or None.
     """
 
     loss: Loss
@@ -83,7 +83,7 @@ def collect(loss: Loss, call: LossCall) -> Statistics:
 
 
 def read(loss: Loss, call: LossCall) -> Read:
-    """Check a call, with one ValueError on all its ranks, and read the model's output."""
+    """Check a call and read the model's output; if one rank's check fails, all its ranks raise ValueError."""
     source = _source(loss, call)
     loss, needs = source.loss, source.needs()
     numbers = known_counts(call.global_valid_seqs, call.global_valid_toks)
@@ -94,7 +94,7 @@ def read(loss: Loss, call: LossCall) -> Read:
     statistics = None if call.statistics is None else call.statistics.to(device)
     whole = LocalBatch(
         placed.data, placed.layout, counts, call.context_group, placed.needs, statistics, heads=call.heads,
-        cut_rows=placed.values is not None,
+        cut_rows=placed.of_host,
     )  # fmt: skip
     if placed.layout.tree is not None:
         whole = for_each_token(whole, call.tensor_group)
@@ -115,7 +115,7 @@ def _source(loss: Loss, call: LossCall) -> Source:
 
 
 def check(source: Source, call: LossCall, needs: Requirements) -> Placed:
-    """Check types, shapes, options and groups, then values; return the data and their layout."""
+    """Check types, shapes, options and groups, then values, output and counts; return the placed data."""
     loss = source.loss
     source.check_reads(needs)
     check_statistics(type(loss).__name__, needs, call.statistics)
@@ -124,12 +124,12 @@ def check(source: Source, call: LossCall, needs: Requirements) -> Placed:
     if checks_values(placed.data["token_mask"]):
         loss.check_data(placed.data, placed.needs)
     source.check_output(placed)
-    check_counts(call.global_valid_seqs, call.global_valid_toks, placed.counted, shift=placed.values is None)
+    check_counts(call.global_valid_seqs, call.global_valid_toks, placed.counted, shift=not placed.of_host)
     return placed
 
 
 def check_inputs(loss: Loss, data: Mapping[str, Tensor], *, values: bool) -> None:
-    """Refuse whole data whose fields, or `values`, `run` would refuse; local, before any output."""
+    """Refuse data that `run` would refuse, on this rank alone and before there is an output; `values` too."""
     check_predicts(type(loss).__name__, loss.requirements, data)
     data = loss.reader.complete(None, with_labels(data))
     needs = needs_of(loss, data)

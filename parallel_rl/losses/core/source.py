@@ -46,6 +46,11 @@ class Placed(NamedTuple):
     counted: Mapping[str, Tensor]
     values: HostValues | None = None
 
+    @property
+    def of_host(self) -> bool:
+        """Return whether a host gave log-probs, whose rows begin with a sequence's second token."""
+        return self.values is not None
+
 
 class Agreement(NamedTuple):
     """Terms that ranks agree on before a call: groups, numbers, and data that must be equal."""
@@ -58,6 +63,8 @@ class Agreement(NamedTuple):
 @dataclass(frozen=True, eq=False)
 class Source(ABC):
     """Origin of the model's output; `run` calls its methods in their order.
+
+    A further kind of output is a subclass in a file of its own, a type of `LossCall.output`, and a branch of `run._source`.
 
     Until `check_output` has passed on all ranks, a source reads no values of the data and does not communicate.
 
