@@ -1,4 +1,4 @@
-"""What a loss and its reader define; `run.py` runs them. A share is this rank's addend of the global loss."""
+"""Loss and reader as `run.py` runs them; a share is this rank's addend of the global loss."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ class Loss(ABC, Generic[ConfigT]):
         """Compute the share of the loss and its metrics, from flat local tokens."""
 
     def objective(self, batch: TokenBatch) -> Tensor:
-        """Compute the share alone, when gradients are computed during the forward; override it to skip metrics."""
+        """Compute the share alone, for gradients made in forward; override it to skip metrics."""
         return self.compute(batch)[0]
 
     def account(self, batch: TokenBatch) -> Account:
@@ -114,7 +114,7 @@ class Loss(ABC, Generic[ConfigT]):
         return Account({"loss": self.objective(batch)})
 
     def count_from(self, batch: TokenBatch) -> Statistics:
-        """Count what a micro-batch's data adds to the step's statistics; override it if `requirements.counted`.
+        """Count a micro-batch's part of the step's statistics; override it if `requirements.counted`.
 
         Args:
             batch: whole on this rank, with float64 fields and counts of 1, without model output. Token weights and units of
@@ -136,7 +136,7 @@ class Loss(ABC, Generic[ConfigT]):
         return local if self.requirements.token_weights is None else weighted(local)
 
     def check_data(self, data: Mapping[str, Tensor], needs: Requirements) -> None:
-        """Check the data's values; ValueError names the place. Called where values are checked; override to refuse more."""
+        """Check the data's values, if values are checked at all; override it to refuse more."""
         check_values(data, needs, truncated=bool(self.options.truncation))
 
     @property
@@ -201,7 +201,7 @@ class Reader(ABC):
     def read_head(
         self, local: LocalBatch, head: LMHeadInput, tensor_group: ProcessGroup | None
     ) -> tuple[TokenBatch, Tensor | None]:
-        """Read hidden states, by default as whole logits; the second value is 0 with a gradient made in forward, or None."""
+        """Read hidden states, by default as whole logits; also return 0 with a gradient made in forward, or None."""
         valid = self.loss.options.shard(head.weight.shape[0], tensor_group).valid
         return self.read(local, whole_logits(head, local.mask, valid, tensor_group), tensor_group), None
 
@@ -215,7 +215,7 @@ class Reader(ABC):
     def check_heads(
         self, head: LMHeadInput | None, heads: Mapping[str, LMHeadInput], tensor_group: ProcessGroup | None
     ) -> None:
-        """Refuse fields given as `LMHeadInput`; a reader that takes them overrides this and checks `head` against them."""
+        """Refuse fields given as `LMHeadInput`; override it to take them and check `head`."""
         for name in heads:
             raise ValueError(f"{name} must be a tensor, got LMHeadInput")
 
