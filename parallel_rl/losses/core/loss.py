@@ -201,7 +201,7 @@ class Reader(ABC):
     def read_head(
         self, local: LocalBatch, head: LMHeadInput, tensor_group: ProcessGroup | None
     ) -> tuple[TokenBatch, Tensor | None]:
-        """Read hidden states, by default as whole logits; also return 0 with a gradient made in forward, or None."""
+        """Read hidden states, by default as whole logits; also return 0 with a gradient from forward, or None."""
         valid = self.loss.options.shard(head.weight.shape[0], tensor_group).valid
         return self.read(local, whole_logits(head, local.mask, valid, tensor_group), tensor_group), None
 

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 
 class Read(NamedTuple):
-    """What `read` returns.
+    """Result of `read`.
 
     Attributes:
         loss: of the call; for a DTensor a copy whose options name this rank's columns.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -230,8 +231,10 @@ def label_note(good: int, bad: int, options: Mapping[str, object]) -> str:
 
     >>> label_note(40, 40, {})
     '40 desirable, 40 undesirable'
+    >>> label_note(10, 90, {}).partition(": ")[2]
+    'undesirable_weight 0.0834 to 0.111 is inside'
     >>> label_note(90, 10, {}).partition("; ")[2]
-    'the ratio of their weighted numbers is 9.00, outside [1, 4/3]: undesirable_weight 6.75 to 9.00 is inside'
+    'the ratio of their weighted numbers is 9.00, outside [1, 4/3]: undesirable_weight 6.75 to 9 is inside'
     """
     counts = f"{good:,} desirable, {bad:,} undesirable"
     weights = [options.get(f"{side}_weight", 1.0) for side in ("desirable", "undesirable")]
@@ -243,10 +246,12 @@ def label_note(good: int, bad: int, options: Mapping[str, object]) -> str:
     ratio = weight_good * good / (weight_bad * bad)
     if 1 <= ratio <= 4 / 3:
         return counts
-    least, most = weight_good * good / bad * 3 / 4, weight_good * good / bad
+    most = weight_good * good / bad
+    digits = 10.0 ** (2 - math.floor(math.log10(most)))  # three of them, rounded inwards
+    least, most = math.ceil(most * 3 / 4 * digits) / digits, math.floor(most * digits) / digits
     return (
-        f"{counts}; the ratio of their weighted numbers is {ratio:.2f}, outside [1, 4/3]: undesirable_weight {least:.2f} to "
-        f"{most:.2f} is inside"
+        f"{counts}; the ratio of their weighted numbers is {ratio:.2f}, outside [1, 4/3]: undesirable_weight {least:g} to "
+        f"{most:g} is inside"
     )
 
 
