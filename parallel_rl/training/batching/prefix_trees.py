@@ -40,8 +40,10 @@ def pack_trees(rows: Samples, capacity: Capacity, together: int = 1) -> list[lis
     ([[0, 1, 2, 3]], [[0, 1], [2, 3]])
 
     Raises:
-        ValueError: a unit whose tree is longer than a row.
+        ValueError: a unit whose tree is longer than a row, sequences that do not fill whole units.
     """
+    if len(rows) % together:
+        raise ValueError(f"{len(rows)} sequences do not make whole units of {together}")
     if not len(rows):
         return []
     sizes = _unit_sizes(rows, capacity.sequence, together)
