@@ -42,6 +42,8 @@ def pack_trees(rows: Samples, capacity: Capacity, together: int = 1) -> list[lis
     Raises:
         ValueError: the tree of a unit is longer than a row, or the sequences do not fill whole units.
     """
+    if len(rows) % together:
+        raise ValueError(f"{len(rows)} sequences do not make whole units of {together}")
     if not len(rows):
         return []
     sizes = _unit_sizes(rows, capacity.sequence, together)

@@ -75,6 +75,8 @@ def test_a_pair_that_fits_only_as_a_tree() -> None:
     message = r"sequences 2 to 3, .* of 4 \+ 4 tokens take 6 with padding to multiples of 1, shared prefixes once"
     with pytest.raises(ValueError, match=message):
         pack_trees(rows, Capacity(5), together=2)
+    with pytest.raises(ValueError, match="4 sequences do not make whole units of 3"):
+        pack_trees(rows, Capacity(8), together=3)
 
 
 _flat: dict[str, Rows] = {}
