@@ -102,7 +102,7 @@ def test_a_run_from_the_shell(tmp_path: Path) -> None:
         ([GRPO, "stray"], "'stray' is not an override"),
         ([], "there is no config: write parallel-rl train CONFIG, or parallel-rl train --recipe NAME"),
         (["--recipe", "gpso"], "there is no recipe 'gpso'; did you mean 'gspo'?"),
-        (["--recipe", "grpo", GRPO], "give a config file or a recipe"),
+        (["--recipe", "grpo", GRPO], "name a config file or a recipe"),
         (
             ["--recipe", "grpo", "--rl.advantages", "gae"],
             "rl: advantages.name = 'gae' reads values, which 'critic' gives",

@@ -143,6 +143,7 @@ class KTOLossFn(LossFn[KTOLossConfig]):
         return zero, zero
 
     def check_data(self, data: Mapping[str, Tensor], needs: Requirements) -> None:
+        """Raise ValueError also for labels that are no ±1 or 0, and for zeros that may mean undesirable."""
         super().check_data(data, needs)
         labels = data["preference_labels"]
         if labels.dtype == torch.bool:

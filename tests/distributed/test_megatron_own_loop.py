@@ -607,7 +607,7 @@ REFUSED: dict[str, tuple[dict[str, int], Callable[[], object], str]] = {
         ),
         "data has input_ids and shift_labels",
     ),
-    "a frozen layer": ({}, lambda: _frozen(False, Case()), "differ in the model's weights (a checksum, of which"),
+    "a frozen layer": ({}, lambda: _frozen(False, Case()), "differ in the model's weights (a checksum, also of which"),
     "a frozen layer in an own step": ({}, lambda: _frozen(True, Case()), "differ in the model's weights"),
     "a frozen layer on tensor ranks": ({"tp": 2}, lambda: _frozen(False, Case(tp=2)), "which weights train"),
     "another norm": ({"tp": 2}, lambda: _other_norm(False), "the weights that tensor ranks hold alike, such as norms"),

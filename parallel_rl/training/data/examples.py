@@ -202,8 +202,8 @@ def parse_answer(row: Row, form: Format) -> Answer:
     label = field_of(fields, "label", row)
     if not isinstance(label, int | float) or label not in (1, 0, -1):
         raise ValueError(
-            f"'label' = {brief(label)} is not valid; true or 1 is desirable, false, 0 or -1 undesirable. Use data.map to convert "
-            "or leave out such records"
+            f"'label' = {brief(label)} is not valid; true or 1 is desirable, false, 0 or -1 undesirable. Use data.map to "
+            "convert or leave out such records"
         )
     asked = conversation(fields, form.system, row)
     answer = field_of(fields, "answer", row)

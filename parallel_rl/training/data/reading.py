@@ -232,7 +232,7 @@ def label_note(good: int, bad: int, options: Mapping[str, object]) -> str:
     >>> label_note(40, 40, {})
     '40 desirable, 40 undesirable'
     >>> label_note(10, 90, {}).partition(": ")[2]
-    'undesirable_weight 0.0834 to 0.111 is inside'
+    'undesirable_weight 0.084 to 0.111 is inside'
     >>> label_note(90, 10, {}).partition("; ")[2]
     'the ratio of their weighted numbers is 9.00, outside [1, 4/3]: undesirable_weight 6.75 to 9 is inside'
     """

@@ -93,7 +93,7 @@ def test_the_labels_suggest_weights(tmp_path: Path) -> None:
     assert data.describe()[1:] == [
         "data.answers: TRL's unpaired preference form: prompt, completion, label",
         "data.answers: 20 desirable, 180 undesirable; the ratio of their weighted numbers is 0.11, outside [1, 4/3]: "
-        "undesirable_weight 0.0834 to 0.111 is inside",
+        "undesirable_weight 0.084 to 0.111 is inside",
     ]
     with pytest.raises(ValueError, match=r"line 2: 'label' = 'good' is not valid; true or 1 is desirable"):
         Path(path).write_text('{"prompt": "1+1=", "completion": "2", "label": true}\n' * 2)
