@@ -26,6 +26,7 @@ from torch import Tensor
 from parallel_rl.config.architecture import RopeScaling
 from parallel_rl.groups import current_device
 from parallel_rl.megatron.attention import SelfAttentionCore
+from parallel_rl.megatron.cpu import plain_torch
 from parallel_rl.megatron.model_config import CUT, has_transformer_engine
 from parallel_rl.megatron.scalar_head import replace_head
 from parallel_rl.megatron.weights import initialize_weights, mark_parameters, mark_sinks
@@ -59,6 +60,7 @@ class ShardedNorm(torch.nn.Module):
         for parameter in self.parameters():
             parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
+    @plain_torch()
     def forward(self, x: Tensor) -> Tensor:
         dtype = torch.promote_types(x.dtype, torch.float32)
         weight = self.weight.to(dtype) + 1 if self.zero_centered else self.weight.to(dtype)
