@@ -233,10 +233,28 @@ def room(tokens: int, layout: Tree, packing: bool) -> int:
     >>> room(100, {"tensor": 2, "context": 2, "sequence_parallel": True}, True)
     108
     """
+    unit, row = _units(layout)
+    return -(-tokens // unit) * unit + (row if packing else 0)
+
+
+def room_sum(tokens: int, layout: Tree, packing: bool) -> str:
+    """Write `room` as a sum; empty if the layout adds nothing.
+
+    >>> room_sum(99, {"tensor": 2, "context": 2, "sequence_parallel": True}, True)
+    '99 + 1 up to a multiple of 4 + 8 for the padding of a packed row'
+    """
+    unit, row = _units(layout)
+    text = f" + {-tokens % unit} up to a multiple of {unit}" if tokens % unit else ""
+    text += f" + {row} for the padding of a packed row" if packing else ""
+    return f"{tokens}{text}" if text else ""
+
+
+def _units(layout: Tree) -> tuple[int, int]:
+    """Return what divides the padded length of a sequence, and that of a packed row."""
     tensor, context = (size if isinstance(size := layout.get(name, 1), int) else 1 for name in ("tensor", "context"))
     chunks = 2 * context if context > 1 else 1
     unit = math.lcm(chunks, context * tensor) if layout.get("sequence_parallel") else chunks
-    return -(-tokens // unit) * unit + (unit * tensor if packing else 0)
+    return unit, unit * tensor
 
 
 def optimizer(section: Reader, ours: str, names: Mapping[str, str]) -> Tree:

@@ -105,3 +105,83 @@ def test_a_carried_key_stands_in_ours() -> None:
 def test_a_value_that_ours_has_not_is_not_equal(config: dict, kinds: dict[str, str]) -> None:
     rows = {row.key: row.kind for row in options_of(config).rows}
     assert {key: rows.get(key) for key in kinds} == kinds
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        (
+            {
+                "grpo": {"num_prompts_per_step": 8, "num_generations_per_prompt": 4, "max_num_steps": 9, "max_num_epochs": 1},
+                "loss_fn": {},
+                "policy": {
+                    "max_total_sequence_length": 511, "dtensor_cfg": {"enabled": False}, "max_grad_norm": 1.0,
+                    "megatron_cfg": {
+                        "enabled": True, "tensor_model_parallel_size": 2, "context_parallel_size": 2,
+                        "optimizer": {"lr": 1e-6, "use_distributed_optimizer": True},
+                    },
+                    "sequence_packing": {"enabled": True, "train_mb_tokens": 2048},
+                },
+                "data": {"dataset_name": "d", "prompt_file": "p.txt", "max_input_seq_length": 512},
+            },
+            {
+                "grpo.max_num_epochs": "rl.steps: NeMo-RL stops at max_num_steps or after 1 epoch, whichever is first; "
+                "lower rl.steps if the epoch is shorter",
+                "policy.max_total_sequence_length": "model.max_positions: 511 + 1 up to a multiple of 4 + 8 for the padding "
+                "of a packed row",
+                "policy.dtensor_cfg.enabled": ": dtensor is off",
+                "policy.max_grad_norm": ": megatron_cfg.optimizer.clip_grad is used instead",
+                "policy.megatron_cfg.optimizer.use_distributed_optimizer": "parallel.use_distributed_optimizer: with several "
+                "data × context ranks; cluster does not say how many",
+                "data.dataset_name": "data.train: a file of JSONL or Parquet; see docs/data.md",
+                "data.prompt_file": "data.map: a function of yours writes the prompt into each record",
+                "data.max_input_seq_length": "data.too_long: drop leaves longer records out",
+            },
+        ),
+        (
+            {
+                "dpo": {}, "data": {"dataset_name": "d"}, "policy": {
+                    "megatron_cfg": {"enabled": True, "optimizer": {"use_distributed_optimizer": True}},
+                }, "cluster": {"gpus_per_node": 1},
+            },
+            {
+                "data.dataset_name": "data.pairs: a file of JSONL or Parquet; see docs/data.md",
+                "policy.megatron_cfg.optimizer.use_distributed_optimizer": "parallel.use_distributed_optimizer: there is one "
+                "data × context rank",
+            },
+        ),
+        (
+            {
+                "actor_rollout_ref": {
+                    "actor": {"strategy": "megatron", "grad_clip": 1.0, "megatron": {"use_distributed_optimizer": True}},
+                    "model": {"use_remove_padding": True},
+                },
+                "data": {
+                    "max_prompt_length": 512, "max_response_length": 1024, "filter_overlong_prompts": True,
+                    "truncation": "left",
+                },
+                "algorithm": {"adv_estimator": "grpo"},
+            },
+            {
+                "actor_rollout_ref.actor.grad_clip": ": the Megatron actor reads optim.clip_grad, here its default 1.0",
+                "actor_rollout_ref.actor.megatron.use_distributed_optimizer": "parallel.use_distributed_optimizer: with "
+                "several data × context ranks; trainer does not say how many",
+                "data.max_prompt_length": "model.max_positions: 1536 + 1 for the padding of a packed row; a longer prompt is "
+                "an error; data.too_long: drop leaves it out",
+                "data.filter_overlong_prompts": "data.too_long: drop leaves longer prompts out",
+                "data.truncation": "data.too_long: truncate cuts a longer prompt at its left",
+            },
+        ),
+    ],
+    ids=["NeMo-RL", "pairs of NeMo-RL", "verl"],
+)  # fmt: skip
+def test_a_line_says_what_to_set(config: dict, said: dict[str, str]) -> None:
+    rows = {row.key: f"{row.ours}: {row.why}" for row in options_of(config).rows}
+    assert {key: rows.get(key) for key in said} == said
+
+
+@pytest.mark.parametrize("group", [1, 5])
+def test_a_group_of_one_is_named_if_there_is_one(group: int) -> None:
+    config = {"actor_rollout_ref": {"rollout": {"n": group}}, "algorithm": {"adv_estimator": "grpo"}}
+    said = [text for text in options_of(config).differs if "a group of one" in text]
+    assert len(said) == (group == 1)

@@ -93,8 +93,10 @@ def checked(ported: Ported, folder: Path) -> TrainConfig:
     (folder / "config.json").write_text(json.dumps(model))
     config: dict = copy.deepcopy(ported.config)
     config["model"]["hf"] = str(folder)
-    for key in {row.ours for row in ported.rows if row.kind == "yours" and row.ours.startswith("data.")}:
-        config.setdefault("data", {}).setdefault(key.removeprefix("data."), "file.jsonl")
+    yours = {row.ours for row in ported.rows if row.kind == "yours"}
+    for key in ("train", "held_out", "pairs", "examples"):
+        if f"data.{key}" in yours:
+            config.setdefault("data", {}).setdefault(key, "file.jsonl")
     return configure(TrainConfig, config)
 
 

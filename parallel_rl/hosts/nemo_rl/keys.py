@@ -5,6 +5,7 @@ from parallel_rl.hosts.port_report import Table
 _SPEED = "speed and memory alone, in another program"
 _SAMPLER = "of its generation engine"
 _NO_COUNTERPART = "no counterpart in this trainer"
+_TEMPLATE = "a function of yours writes the prompt into each record"
 _WHERE = "torchrun or Slurm starts the ranks"
 _CRITIC = "the critic has the policy's shape, layout and batches here"
 _TEACHER = "the teacher runs on the policy's layout here"
@@ -23,8 +24,11 @@ _GROUPS = (
     ("", "unsupported", "", "an evaluation is a section of a run here", "eval"),
     ("", "yours", "sampling", "of an evaluation", "generation"),
     ("", "yours", "tokenizer.hf", "a folder", "tokenizer"),
-    ("data", "yours", "data.held_out", "a file of JSONL or Parquet; see docs/data.md", "dataset_name problem_key solution_key "
-     "file_format split repeat prompt_file system_prompt_file processor env_name num_prompts_per_dataloader"),
+    ("data", "yours", "data.train", "a file of JSONL or Parquet; see docs/data.md", "file_format split "
+     "num_prompts_per_dataloader"),
+    ("data", "yours", "data.map", _TEMPLATE, "prompt_file system_prompt_file processor train.prompt_file "
+     "train.system_prompt_file"),
+    ("data", "yours", "reward", "a checker by name or a server; see docs/rewards.md", "env_name"),
     ("policy", "no_effect", "", _SPEED, "generation_batch_size logprob_batch_size logprob_chunk_size refit_buffer_size_gb "
      "offload_optimizer_for_logprob make_sequence_length_divisible_by activation_checkpointing_enabled"),
     ("policy", "unsupported", "", "quantised training", "quant_batch_size quant_calib_data quant_calib_size quant_cfg "
@@ -104,14 +108,15 @@ _GROUPS = (
     ("logger", "yours", "run.loggers", "TensorBoard, if it is installed", "tensorboard_enabled=True"),
     ("logger", "no_effect", "", "named by run.dir", "log_dir wandb mlflow tensorboard swanlab num_val_samples_to_print"),
     ("logger", "no_effect", "", "of its reports", "gpu_monitoring monitor_gpus"),
-    ("data", "yours", "data.columns", "columns with other names", "train.output_key train.input_key validation.output_key "
-     "validation.input_key train.text_key train.prompt_key train.chosen_key train.rejected_key train.chat_key"),
+    ("data", "yours", "data.columns", "columns with other names", "problem_key solution_key train.output_key "
+     "train.input_key validation.output_key validation.input_key train.text_key train.prompt_key "
+     "train.chosen_key train.rejected_key train.chat_key"),
     ("data", "no_effect", "", "of its data sets; a file here is read whole and in the order of its config",
      "train.split validation.split train.split_validation_size train.seed train.download_dir train.max_samples "
      "train.allowed_problem_types validation.allowed_problem_types validation.repeat train.characters_per_sample "
-     "train.data_files train.env_name train.processor train.prompt_file train.system_prompt_file train.subset "
+     "train.data_files train.env_name train.processor train.subset "
      "validation.subset repeat"),
-    ("data", "yours", "data.held_out", "filter longer records beforehand", "max_input_seq_length"),
+    ("data", "yours", "data.too_long", "drop leaves longer records out", "max_input_seq_length"),
     ("data", "unsupported", "", "all but held_out is shuffled", "shuffle=True"),
     ("data", "unsupported", "", _NO_COUNTERPART, "use_multiple_dataloader custom_dataloader"),
     ("data", "no_effect", "", _SPEED, "num_workers"),

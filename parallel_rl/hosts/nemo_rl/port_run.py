@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from parallel_rl.hosts.ported import MEGATRON_SIZES, Reader, Tree, layout_of, number, room
+from parallel_rl.hosts.ported import MEGATRON_SIZES, Reader, Tree, layout_of, number, room, room_sum
 
 _DTENSOR_SIZES = {
     "tensor": "tensor_parallel_size", "context": "context_parallel_size", "expert": "expert_parallel_size",
@@ -27,10 +27,10 @@ def shape_of(root: Reader, objective: str) -> Tree:
     layout = layouts[0] if by_megatron else layouts[1]
     dtensor.flag("enabled", "parallel")
     if not by_megatron:
-        megatron.off("without policy.megatron_cfg.enabled")
+        megatron.off("Megatron is off")
         layout = {name: size for name, size in layout.items() if size is True or size != 1}  # True equals 1
     if by_megatron or not dtensor.flag("enabled"):
-        dtensor.off("without policy.dtensor_cfg.enabled")
+        dtensor.off("dtensor is off" if not dtensor.flag("enabled") else "with policy.megatron_cfg.enabled")
     recomputed = _recompute(megatron, True), _recompute(dtensor, False)
     model |= recomputed[0] if by_megatron else recomputed[1]
     if megatron.flag("use_fused_linear_logprobs", "model.fused_head") and by_megatron:
@@ -125,8 +125,9 @@ def _positions(policy: Reader, layout: Tree, batch: object, sampling: Tree) -> T
         why = "answers of max_new_tokens leave a prompt no room in it: the model's own limit holds"
         policy.note("max_total_sequence_length", "yours", "model.max_positions", why)
         return {}
-    policy.note("max_total_sequence_length", "carried", "model.max_positions", "with the layout's padding")
-    return {"max_positions": room(longest, layout, isinstance(batch, Mapping) and "packing" in batch)}
+    packing = isinstance(batch, Mapping) and "packing" in batch
+    policy.note("max_total_sequence_length", "carried", "model.max_positions", room_sum(longest, layout, packing))
+    return {"max_positions": room(longest, layout, packing)}
 
 
 def _tokenizer(section: Reader) -> Tree:
@@ -160,7 +161,7 @@ def ranks_of(root: Reader) -> int:
 
 def _sharing(root: Reader, megatron: Reader, layout: Tree) -> Tree:
     """Turn on sharing between data and context ranks, if there is more than one."""
-    size = ranks_of(root)
+    size = ranks = ranks_of(root)
     for name in ("tensor", "pipeline"):
         size //= number(layout.get(name, 1)) or 1  # type: ignore[assignment]
     sharing: Tree = {}
@@ -171,7 +172,11 @@ def _sharing(root: Reader, megatron: Reader, layout: Tree) -> Tree:
         if section.flag(name, f"parallel.{name}") and size > 1:
             sharing[name] = True
         elif section.flag(name):
-            section.note(name, "no_effect", f"parallel.{name}", "one data × context rank, or their number is unknown")
+            alone = ("no_effect", "there is one data × context rank")
+            kind, why = (
+                alone if ranks else ("yours", "with several data × context ranks; cluster does not say how many")
+            )
+            section.note(name, kind, f"parallel.{name}", why)
     return sharing
 
 
@@ -216,7 +221,10 @@ def steps_of(run: Reader, objective: str) -> Tree:
     """Return the steps of the main section."""
     steps = run.get("max_num_steps", ours=f"{objective}.steps")
     if isinstance(steps, int) and steps > 0:
-        run.note("max_num_epochs", "yours", f"{objective}.steps", "if so many epochs end sooner")
+        epochs, ours = run.get("max_num_epochs"), f"{objective}.steps"
+        shorter = "the epoch is shorter" if epochs == 1 else "the epochs are shorter"
+        first = f"NeMo-RL stops at max_num_steps or after {epochs} epoch{'s' * (epochs != 1)}, whichever is first"
+        run.note("max_num_epochs", "yours", ours, f"{first}; lower {ours} if {shorter}")
         return {"steps": steps}
     run.note("max_num_steps", "yours", f"{objective}.steps", "no number of steps is given")
     run.note("max_num_epochs", "yours", f"{objective}.steps", "epochs × records / records a step")
@@ -246,7 +254,7 @@ def _data(data: Reader, objective: str, held_out: bool) -> Tree:
     """Take file paths; the user provides named data sets."""
     files: Tree = {}
     records = _OF_DATA.get(objective, "data.train")
-    data.note("max_input_seq_length", "yours", records, "filter longer records beforehand")
+    data.note("dataset_name", "yours", records, "a file of JSONL or Parquet; see docs/data.md")
     for key in data.below("default").section:
         data.below("default").note(str(key), "yours", records, "write its text into the records")
     for source, target in (("train", records), ("validation", "data.held_out")):

@@ -73,11 +73,15 @@ def optimizer_of(owner: Reader, ours: str, updates: int) -> Tree:
     megatron, torch = owner.below("megatron_cfg"), owner.below("optimizer")
     of_megatron, of_torch = _of_megatron(megatron, ours, updates), _of_torch(owner, ours, updates)
     if megatron.flag("enabled"):
-        torch.off("with megatron_cfg.enabled")
-        for key in ("optimizer", "scheduler", "max_grad_norm"):
-            owner.note(key, "no_effect", why="with megatron_cfg.enabled")
+        torch.off("megatron_cfg.optimizer is used instead")
+        for key, theirs in (
+            ("optimizer", "optimizer"),
+            ("scheduler", "scheduler"),
+            ("max_grad_norm", "optimizer.clip_grad"),
+        ):
+            owner.note(key, "no_effect", why=f"megatron_cfg.{theirs} is used instead")
         return of_megatron
-    megatron.off("without megatron_cfg.enabled")
+    megatron.off("Megatron is off")
     return of_torch
 
 

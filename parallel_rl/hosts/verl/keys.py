@@ -15,7 +15,6 @@ _SPEED = "speed and memory alone, in another program"
 _SAMPLER = "of its generation engine"
 _NO_COUNTERPART = "no counterpart in this trainer"
 _WEIGHTS = "all weights are trained"
-_FILTER = "filter or cut the records beforehand"
 # (section, kind, our key, why, names); in a name "a=1" the value 1 is what this trainer does
 _GROUPS = (
     ("", "no_effect", "", "a class of its program", "*._target_"),
@@ -127,8 +126,10 @@ _GROUPS = (
      "log_prob_max_token_len_per_gpu"),
     (_ROLLOUT, "equal", "", "recorded where the loss reads them", "calculate_log_probs"),
     (_ROLLOUT, "unsupported", "", _NO_COUNTERPART, "multi_turn ignore_eos enable_rollout_routing_replay quantization qat mtp"),
-    ("data", "yours", "data.train", _FILTER, "train_max_samples=-1 filter_overlong_prompts truncation=error"),
-    ("data", "yours", "data.held_out", _FILTER, "val_max_samples=-1"),
+    ("data", "yours", "data.train", "cut the file beforehand", "train_max_samples=-1"),
+    ("data", "yours", "data.held_out", "cut the file beforehand", "val_max_samples=-1"),
+    ("data", "yours", "data.too_long", "drop leaves longer prompts out", "filter_overlong_prompts"),
+    ("data", "yours", "data.too_long", "truncate cuts a longer prompt at its left", "truncation=error"),
     ("data", "no_effect", "", _SPEED, "use_shm dataloader_num_workers filter_overlong_prompts_workers val_batch_size "
      "gen_batch_size return_raw_input_ids return_raw_chat return_full_prompt"),
     ("data", "no_effect", "run.seed", "one seed for all", "seed"),

@@ -48,12 +48,12 @@ def convert(config: Mapping[str, object]) -> Ported:
     options = _loss(actor, data, bypassed)
     _correction(correction, options, bypassed)
     configure(PolicyLossConfig, options, actor.where)
-    advantages = advantages_of(algorithm)
+    prompts, group = data.get("train_batch_size", 1024, "rl.prompts"), rollout.get("n", 1, "rl.group_size")
+    advantages = advantages_of(algorithm, group)
     weigh_baseline(advantages, options.get("importance"), algorithm)
     rl: Tree = {"loss": {"name": "policy", "options": options}, "advantages": advantages}
     rl |= {"prev_logprobs": "generation"} if bypassed else {}
     rl |= kl_in_reward(algorithm, advantages)
-    prompts, group = data.get("train_batch_size", 1024, "rl.prompts"), rollout.get("n", 1, "rl.group_size")
     rl |= {key: size for key, size in (("prompts", prompts), ("group_size", group)) if size is not None}
     if (
         group == 1

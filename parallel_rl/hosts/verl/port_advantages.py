@@ -16,8 +16,8 @@ _OF_RETURNS = ("gae", "reinforce_plus_plus", "remax", _OTB)
 _WHITENED = ("gae", "reinforce_plus_plus", "reinforce_plus_plus_baseline")
 
 
-def advantages_of(algorithm: Reader) -> Tree:
-    """Make the estimator with its options."""
+def advantages_of(algorithm: Reader, group: object) -> Tree:
+    """Make the estimator with its options, for groups of `group` samples."""
     ours = "rl.advantages"
     name = str(algorithm.get("adv_estimator", "gae", f"{ours}.name"))
     if name not in _ESTIMATORS:
@@ -61,7 +61,7 @@ def advantages_of(algorithm: Reader) -> Tree:
             algorithm.note("norm_adv_by_std_in_grpo", "carried", f"{ours}.name")
         else:
             algorithm.drop("norm_adv_by_std_in_grpo", f"with adv_estimator = {name!r}")
-    if name == "grpo":
+    if name == "grpo" and not (isinstance(group, int) and group > 1):
         algorithm.differ("a group of one keeps its reward in verl; here it is an error (advantages.singleton: reward)")
     return out
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from parallel_rl.hosts.ported import Reader, Tree, cosine, layout_of, number, optimizer, room
+from parallel_rl.hosts.ported import Reader, Tree, cosine, layout_of, number, optimizer, room, room_sum
 
 _RECOMPUTE = {"granularity", "method", "num_layers", "modules"}
 _NO_STEPS = "epochs × records / rl.prompts, if no number of steps is given"
@@ -29,9 +29,9 @@ def run_of(root: Reader) -> Tree:
     sizes = [data.get(f"max_{part}_length", ours="model.max_positions") for part in ("prompt", "response")]
     if sizes[0] is not None and all(isinstance(size, int) for size in sizes):
         weights["max_positions"] = room(sum(sizes), layout, "packing" in batch)  # type: ignore[arg-type]
-        data.note(
-            "max_prompt_length", "carried", "model.max_positions", "longer prompts are an error; filter them beforehand"
-        )
+        added = room_sum(sum(sizes), layout, "packing" in batch)  # type: ignore[arg-type]
+        why = "a longer prompt is an error; data.too_long: drop leaves it out"
+        data.note("max_prompt_length", "carried", "model.max_positions", f"{added}; {why}" if added else why)
     if weights:
         ours["model"] = weights
     tokenizer = _tokenizer(model, data, weights.get("hf"))
@@ -156,14 +156,17 @@ def ranks_of(trainer: Reader) -> int:
 
 def _sharing(trainer: Reader, megatron: Reader, layout: Tree) -> Tree:
     """Turn on the distributed optimizer if there is more than one data × context rank."""
-    name, size = "use_distributed_optimizer", ranks_of(trainer)
+    name, ranks = "use_distributed_optimizer", ranks_of(trainer)
+    size = ranks
     for key in ("tensor", "pipeline"):
         part = layout.get(key, 1)
         size //= part if isinstance(part, int) else 1
     if megatron.flag(name, f"parallel.{name}") and size > 1:
         return {name: True}
     if megatron.flag(name):
-        megatron.note(name, "no_effect", f"parallel.{name}", "one data × context rank, or their number is unknown")
+        alone = ("no_effect", "there is one data × context rank")
+        kind, why = alone if ranks else ("yours", "with several data × context ranks; trainer does not say how many")
+        megatron.note(name, kind, f"parallel.{name}", why)
     return {}
 
 
@@ -189,7 +192,8 @@ def optimizer_of(owner: Reader, ours: str, updates: int, steps: object, rate: fl
         numbers |= {"clip": number(owner.get("grad_clip", ours=f"{ours}.clip")) or None}
         section.note("clip_grad", "no_effect", why="grad_clip has it")
     elif by_megatron:
-        owner.note("grad_clip", "no_effect", why="optim.clip_grad has it")
+        default = "" if "clip_grad" in section.section else ", here its default 1.0"
+        owner.note("grad_clip", "no_effect", why=f"the Megatron actor reads optim.clip_grad{default}")
     betas = section.get("betas", ours=f"{ours}.betas")
     if isinstance(betas, list):
         numbers["betas"] = [number(beta) for beta in betas]
