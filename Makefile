@@ -43,7 +43,7 @@ demo-hf: $(DEMO)  ## SFT and GRPO on word problems from a tiny random Qwen3 fold
 # where nothing is compiled: Megatron's import prepares the compiler, two seconds of each process
 test: export TORCHDYNAMO_DISABLE = 1
 # gloo groups connect at their first collective, and most of Megatron's groups have none
-test test-slow: export TORCH_GLOO_LAZY_INIT = 1
+test: export TORCH_GLOO_LAZY_INIT = 1
 test: $(STAMP)  ## every module in some minutes: each loss and feature on one layout that stands for the others
 	$(PYTEST) -m "not slow and not gpu and not slurm and not vllm"
 

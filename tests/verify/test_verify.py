@@ -136,7 +136,7 @@ def test_inside_torchrun(loss: str, status: int, through: str) -> None:
     ("loss", "said"),
     [
         ("ExitsOnOneRank", "rank 1: SystemExit: 0"),  # that status 0 is no success
-        ("Hangs", "Hangs on one process: "),
+        ("Hangs", "Hangs on one process"),  # the collective's timeout, or on a busy machine the bound behind it
         ("HangsAlone", "HangsAlone on one process did not come back in 12 s"),
     ],
 )
