@@ -204,9 +204,9 @@ class _Checked:
         for index, (*sample, extra) in enumerate(zip(prompts, completions, answers, others, strict=True)):
             values.append(math.nan)
             fields.append({})
-            given: dict[str, object] = {"extra": extra} | ({} if tokens is None else {"tokens": tokens[index]})
+            arguments: dict[str, object] = {"extra": extra} | ({} if tokens is None else {"tokens": tokens[index]})
             try:
-                options = {name: given[name] for name in self._reads if name in given}
+                options = {name: arguments[name] for name in self._reads if name in arguments}
                 value: object = time_limit.within(self._timeout, partial(self.function, *sample, **options))
             except Unavailable:  # a server that may answer later
                 raise

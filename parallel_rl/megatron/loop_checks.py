@@ -141,8 +141,7 @@ def warn_of_factor(loss: Tensor, factor: float, config: TransformerConfig) -> No
         return
 
     def look(gradient: Tensor) -> None:
-        scale = 1 if config.grad_scale_func is None else config.grad_scale_func(torch.ones_like(gradient))
-        ratio = float(gradient / scale) / factor
+        ratio = float(gradient) / loss_scale(config) / factor
         if abs(ratio - 1) > _ROUNDING:
             warn(
                 f"the callback's loss is multiplied by {ratio:.6g} on its way to backward, and so are all gradients: return "

@@ -7,20 +7,18 @@ from collections.abc import Sequence
 import torch
 
 from parallel_rl.experience import Samples
-from parallel_rl.training.batching.micro_batches import local_share, target_rows, with_own_fields
+from parallel_rl.training.algorithms.supervised import rows_of
+from parallel_rl.training.batching.micro_batches import local_share
 from parallel_rl.training.config.fields import LABELS
 from parallel_rl.training.config.preference import PreferenceConfig
-from parallel_rl.training.data.examples import Answer, Pair
+from parallel_rl.training.data.examples import Answer, Example, Pair
 from parallel_rl.training.data.fit import begin_of
-from parallel_rl.training.data.format import Own
 from parallel_rl.training.data.records.source import permutation
 from parallel_rl.training.models.learner import combine_updates
 from parallel_rl.training.models.train_step import StepMetrics
 from parallel_rl.training.progress import TrainProgress
 from parallel_rl.training.session import Session
-from parallel_rl.training.tokenizer.protocol import Target
 
-_Row = tuple[Sequence[int], Target, Own]
 _SHIFT = 0x4B4C  # keys the order of mismatched answers
 
 
@@ -64,20 +62,12 @@ def _answers(session: Session, config: PreferenceConfig, first: int) -> list[tup
 
 
 def _paired(pairs: Sequence[tuple[Pair, Pair]], session: Session) -> Samples:
-    return _rows(session, [row for pair, _ in pairs for row in _sides(pair)])
+    return rows_of(session, "pairs", [row for pair, _ in pairs for row in _sides(pair)])
 
 
-def _sides(pair: Pair) -> list[_Row]:
-    return [(pair.prompt, target, own) for target, own in zip((pair.chosen, pair.rejected), pair.own, strict=True)]
-
-
-def _rows(session: Session, rows: Sequence[_Row]) -> Samples:
-    """Make rows of prompts and answers, with the user's own fields of each answer."""
-    engine, prompts = session.engine, [prompt for prompt, _, _ in rows]
-    assert engine.config.preference is not None
-    fields = engine.config.own_fields(engine.config.preference.source)
-    samples, own = target_rows(prompts, [target for _, target, _ in rows]), [own for _, _, own in rows]
-    return with_own_fields(samples, own, fields, [len(prompt) for prompt in prompts], engine.float_dtype)
+def _sides(pair: Pair) -> list[Example]:
+    sides = zip((pair.chosen, pair.rejected), pair.own, strict=True)
+    return [Example(pair.prompt, target, own) for target, own in sides]
 
 
 def _labelled(pairs: Sequence[tuple[Pair, Pair]], session: Session) -> Samples:
@@ -88,21 +78,23 @@ def _labelled(pairs: Sequence[tuple[Pair, Pair]], session: Session) -> Samples:
         for pair, following in pairs
         for row in (
             *_sides(pair),
-            (pair.prompt, begin_of(following.chosen, limit - len(pair.prompt)), following.own[0]),
+            Example(pair.prompt, begin_of(following.chosen, limit - len(pair.prompt)), following.own[0]),
         )
     ]
     labels = torch.tensor([1.0, -1.0, 0.0], dtype=session.engine.float_dtype).repeat(len(pairs))
-    return _rows(session, rows).with_fields(**{LABELS: labels})
+    return rows_of(session, "pairs", rows).with_fields(**{LABELS: labels})
 
 
 def _answer_rows(answers: Sequence[tuple[Answer, Answer | None]], session: Session) -> Samples:
     """Make the row (answer, ±1) of each record, and the mismatched (prompt, other answer; 0)."""
     limit = session.data.limit
-    rows, labels = list[_Row](), list[float]()
+    rows, labels = list[Example](), list[float]()
     for answer, other in answers:
-        rows.append((answer.prompt, answer.target, answer.own))
+        rows.append(Example(answer.prompt, answer.target, answer.own))
         labels.append(1.0 if answer.desirable else -1.0)
         if other is not None:
-            rows.append((answer.prompt, begin_of(other.target, limit - len(answer.prompt)), other.own))
+            rows.append(Example(answer.prompt, begin_of(other.target, limit - len(answer.prompt)), other.own))
             labels.append(0.0)
-    return _rows(session, rows).with_fields(**{LABELS: torch.tensor(labels, dtype=session.engine.float_dtype)})
+    return rows_of(session, "answers", rows).with_fields(
+        **{LABELS: torch.tensor(labels, dtype=session.engine.float_dtype)}
+    )

@@ -28,12 +28,12 @@ class CompletionRewards(NamedTuple):
     Attributes:
         values: [N] float64, NaN for each sample that failed.
         timed_out: [N], samples that failed by the time limit.
-        own: values of the loss's fields; 0 on ranks that do not score and for samples that failed.
+        field_values: values of the loss's fields; 0 on ranks that do not score and for samples that failed.
     """
 
     values: Tensor
     timed_out: Tensor
-    own: list[Own]
+    field_values: list[Own]
 
 
 def completion_rewards(
@@ -57,7 +57,7 @@ def completion_rewards(
         for source, reward in engine.config.rewards.items()
     ]
 
-    own: list[Own] = [
+    field_values: list[Own] = [
         tuple(0 if field.per == "sequence" else (0,) * len(one) for field in fields) for one in completions
     ]
 
@@ -82,7 +82,7 @@ def completion_rewards(
                 continue
             scores[rows] = scored.rewards
             for row, value in values.items():
-                own[rows[row]] = value
+                field_values[rows[row]] = value
             late = [row for row, fault in scored.faults.items() if isinstance(fault, RewardTimeout)]
             timed_out[[rows[row] for row in late]] = 1
             for cause, failed in (("timeout", {*late}), ("reward", {*scored.faults}.difference(late))):
@@ -92,7 +92,7 @@ def completion_rewards(
 
     scores, timed_out = score_once(ask, 2 * len(texts), engine.replica_groups, engine.groups.data).view(2, -1)
     tick("the step's numbers")
-    return CompletionRewards(scores, timed_out > 0, own)
+    return CompletionRewards(scores, timed_out > 0, field_values)
 
 
 def _score(
@@ -104,7 +104,7 @@ def _score(
     config: FailedSamplesConfig,
 ) -> tuple[Scored, dict[int, Own]]:
     """Score completions, and read `fields` of those that do not fail."""
-    function, own = reward_function(reward, config.timeout), dict[int, Own]()
+    function, field_values = reward_function(reward, config.timeout), dict[int, Own]()
     # a server takes ids only to return values of tokens
     sends_tokens = not isinstance(reward, HTTPRewardConfig) or any(field.per == "token" for field in fields)
 
@@ -118,14 +118,14 @@ def _score(
             if place in faults or not fields:
                 continue
             try:
-                own[row] = own_values(_plain(scored.fields[place]), fields, len(tokens[row]), _TOKENS)
+                field_values[row] = own_values(_plain(scored.fields[place]), fields, len(tokens[row]), _TOKENS)
             except ValueError as error:
                 name = reward.url if isinstance(reward, HTTPRewardConfig) else repr(reward)
                 faults[place] = ValueError(f"reward {name} of sample {place}: {error}. {_FORM}")
                 scored.rewards[place] = math.nan
         return Scored(scored.rewards, faults)
 
-    return score_again(score, len(prompts), config.retries), own
+    return score_again(score, len(prompts), config.retries), field_values
 
 
 _TOKENS = "tokens of the completion, its end token included"

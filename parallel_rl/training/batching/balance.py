@@ -55,8 +55,8 @@ def balance(
     of_ranks: list[list[int]] = all_gather(facts, group).tolist()
     counts = [fact[0] for fact in of_ranks]
     lengths = _gathered(rows.lengths, counts, group, device)
-    taken = None if rooms is None else _gathered(rooms, counts, group, device)
-    _check_units(lengths, taken, capacity, parts, together)
+    rooms_of_ranks = None if rooms is None else _gathered(rooms, counts, group, device)
+    _check_units(lengths, rooms_of_ranks, capacity, parts, together)
     if weights is None:
         of_units = [_unit_tokens(of_rank, together) for of_rank in lengths]
     else:

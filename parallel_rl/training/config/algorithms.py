@@ -279,12 +279,14 @@ class DistillationConfig:
         at_least(self, steps=1, batch_size=1)
         self._check_server()
         of_topk = ("teacher_topk_logits", "teacher_topk_indices", "teacher_logsumexp")
-        own = dict.fromkeys(own_names(self.loss) if self.rows == "examples" else (), "")
+        of_records = dict.fromkeys(own_names(self.loss) if self.rows == "examples" else (), "")
         if self.top_k is None:
             wanted = "which distillation.top_k gives; set it to a number of words"
-            return check_fields_available(self.loss, {"teacher_logits": "", **dict.fromkeys(of_topk, wanted), **own})
+            return check_fields_available(
+                self.loss, {"teacher_logits": "", **dict.fromkeys(of_topk, wanted), **of_records}
+            )
         at_least(self, top_k=1)
-        check_fields_available(self.loss, {**dict.fromkeys(of_topk, ""), **own})
+        check_fields_available(self.loss, {**dict.fromkeys(of_topk, ""), **of_records})
         needs = self.loss.requirements
         if self.loss.unseen:
             return

@@ -222,11 +222,11 @@ class TrainConfig:
                     f"rl.loss.name = {rl.loss.name!r} reads {name!r}, which samples do not have; data.rollouts gives it by "
                     f"the field {key!r} of its records"
                 )
-        for own in self.reward_fields:
+        for name in [declared.name for declared in self.reward_fields]:
             if numbers := [reward for reward in self.rewards.values() if reward in NUMBERS_ONLY]:
                 raise ValueError(
-                    f"rl.loss.name = {rl.loss.name!r} reads {own.name!r}, which reward = {numbers[0]!r} does not return; name "
-                    f"one that returns {{'reward': ..., {own.name!r}: ...}}, or set data.rollouts to records that have it"
+                    f"rl.loss.name = {rl.loss.name!r} reads {name!r}, which reward = {numbers[0]!r} does not return; name "
+                    f"one that returns {{'reward': ..., {name!r}: ...}}, or set data.rollouts to records that have it"
                 )
         if recorded and "greedy_rewards" in rl.advantages.needs:
             raise ValueError(

@@ -71,9 +71,11 @@ def _draw(session: Session, config: RLConfig, step: int, positions: Sequence[int
     if session.served is None and Sharing(engine).asks:
         session.failures.report_logprobs("the trainer's sampler", lost, ids)
     fields = engine.config.reward_fields
-    scores, late, own = completion_rewards(session, prompts, samples.responses(), fields)
+    scores, late, field_values = completion_rewards(session, prompts, samples.responses(), fields)
     rewards = scores.to(engine.float_dtype)
-    tensors = with_own_fields(samples, own, fields, [len(prompt) for prompt in tokens], engine.float_dtype).tensors()
+    tensors = with_own_fields(
+        samples, field_values, fields, [len(prompt) for prompt in tokens], engine.float_dtype
+    ).tensors()
     others |= {one.name: Sharing(engine).spread(tensors[one.name], tuple(tensors[one.name].shape)) for one in fields}
     if "greedy_rewards" in config.advantages.needs:
         if session.served is None:
@@ -103,8 +105,8 @@ def _record(engine: Engine, experience: Experience, step: int) -> None:
     columns = [fields[name].tolist() for name in ("input_ids", "generation_logprobs", "group_ids", "rewards")]
     columns.append(fields["staleness"].tolist() if "staleness" in fields else [None] * len(experience))
     columns.append([None if kept else 0 for kept in fields["sample_mask"].tolist()])
-    own = engine.config.reward_fields
-    values = zip(*(fields[one.name].tolist() for one in own), strict=True) if own else [()] * len(experience)
+    declared = engine.config.reward_fields
+    values = zip(*(fields[one.name].tolist() for one in declared), strict=True) if declared else [()] * len(experience)
     rollouts = [
         Rollout(
             tuple(tokens[:end]),
@@ -121,7 +123,7 @@ def _record(engine: Engine, experience: Experience, step: int) -> None:
         )
     ]
     path = Path(engine.config.run.dir) / "rollouts" / f"step_{step + 1:06d}_{where.dp_rank}.jsonl"
-    write_rollouts(path, rollouts, own)
+    write_rollouts(path, rollouts, declared)
 
 
 def ask_ahead(session: Session, config: RLConfig, at: TrainProgress) -> None:
