@@ -84,11 +84,14 @@ _OTHER_LAYERS = {
 }
 
 
-def layer_spec(config: TransformerConfig) -> ModuleSpec | TransformerBlockSubmodules:
+def layer_spec(config: TransformerConfig, *, prefix_trees: bool = False) -> ModuleSpec | TransformerBlockSubmodules:
     """Return Transformer Engine's layers if possible, else Megatron's with our norm and attention.
 
     >>> layer_spec(config).module.__name__
     'TransformerLayer'
+
+    Args:
+        prefix_trees: use `SelfAttentionCore` in Transformer Engine's layers as well; their own attention takes no prefix trees.
 
     Raises:
         ValueError: a field for other layers, which would silently have no effect.
@@ -101,11 +104,14 @@ def layer_spec(config: TransformerConfig) -> ModuleSpec | TransformerBlockSubmod
     if not hasattr(moe_utils, "te_general_gemm"):
         moe_utils.te_general_gemm = None  # 0.16 reads it, but does not define it without the engine
     if has_transformer_engine(config.params_dtype):
-        return get_gpt_layer_with_transformer_engine_spec(
+        spec = get_gpt_layer_with_transformer_engine_spec(
             num_experts=config.num_moe_experts,
             moe_grouped_gemm=config.moe_grouped_gemm,
             qk_layernorm=config.qk_layernorm,
         )
+        if prefix_trees:
+            spec.submodules.self_attention.submodules.core_attention = SelfAttentionCore
+        return spec
     spec = get_gpt_layer_local_spec(num_experts=config.num_moe_experts, qk_layernorm=config.qk_layernorm)
     layer = spec.submodules
     layer.input_layernorm = layer.pre_mlp_layernorm = ShardedNorm
@@ -152,6 +158,7 @@ def build_model(
     scalar_head: bool = False,
     seed: int = 0,
     draw_weights: bool = True,
+    prefix_trees: bool = False,
     vp_stage: int | None = None,
 ) -> GPTModel:
     """Build this rank's part of a GPT decoder; its weights depend on (seed, name), not on the layout.
@@ -170,6 +177,7 @@ def build_model(
         scalar_head: one output a position (`ScalarHead`) in place of logits: a critic or a reward model.
         seed: of the weights.
         draw_weights: False leaves matrices uninitialised, for a later load.
+        prefix_trees: the model will run on rows of prefix trees, see `layer_spec`.
         vp_stage: which model chunk of this stage, for an interleaved schedule.
 
     Returns:
@@ -205,7 +213,7 @@ def build_model(
         )
     if contiguous and config.mtp_num_layers:
         raise ValueError("cp_layout = 'contiguous' is incompatible with mtp_num_layers: Megatron rolls tokens zigzag")
-    spec = layer_spec(config)
+    spec = layer_spec(config, prefix_trees=prefix_trees)
     if not has_transformer_engine(config.params_dtype):
         # Megatron's own final norm needs TE or Apex for sequence parallelism
         layers = get_num_layers_to_build(config, vp_stage)

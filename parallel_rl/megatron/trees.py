@@ -6,7 +6,7 @@ tokens. A key read by several paths gets the sum of their gradients, in a fixed 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
@@ -42,12 +42,21 @@ class TreePlan:
     Attributes:
         paths: in the order of the rows; rows in no path are padding.
         keys: the row of each key of each path, among the rows of all context ranks, rank after rank.
-        rows: of this rank.
+        rows: number of rows of this rank.
+        queries: [Q] its rows in a path.
+        query_bounds, key_bounds: [paths + 1] int32, where the queries and the keys of each path begin.
     """
 
     paths: tuple[Path, ...]
     keys: Groups
     rows: int
+    queries: Tensor
+    query_bounds: Tensor
+    key_bounds: Tensor
+
+
+#: computes [R, h, d] from queries [R, h, d], the gathered keys and values [M, g, 2, d], those of the rows, a plan, a scale
+Attend = Callable[[Tensor, Tensor, Tensor, TreePlan, float | None], Tensor]
 
 
 def tree_plan(tree: PrefixTree, context: Context, device: torch.device) -> TreePlan:
@@ -55,44 +64,100 @@ def tree_plan(tree: PrefixTree, context: Context, device: torch.device) -> TreeP
     owner, local = tree.owners(context.size, context.layout)
     count = tree.row_length // context.size
     gathered = owner * count + local
-    paths, keys = [], []
+    found = list[tuple[Path, Tensor]]()
     for sequence in tree.order.tolist():
         first, last = int(tree.shared[sequence]), int(tree.lengths[sequence])
         rows = tree.where[sequence, :last]
         mine = (owner[rows[first:]] == context.rank).nonzero()[:, 0] + first
         for run in _runs(mine, local[rows[mine]]):
             start = int(local[rows[run[0]]])
-            paths.append(Path(start, start + len(run), int(run[-1]) + 1))
-            keys.append(gathered[rows[: int(run[-1]) + 1]])
-    order = sorted(range(len(paths)), key=lambda place: paths[place].start)
-    index = torch.cat([keys[place] for place in order]) if keys else gathered[:0]
-    return TreePlan(tuple(paths[place] for place in order), Groups.of(index, tree.row_length).to(device), count)
+            found.append((Path(start, start + len(run), int(run[-1]) + 1), gathered[rows[: int(run[-1]) + 1]]))
+    found.sort(key=lambda pair: pair[0].start)
+    paths = tuple(path for path, _ in found)
+    queries = [torch.arange(path.start, path.stop) for path in paths]
+    return TreePlan(
+        paths,
+        Groups.of(torch.cat([gathered[:0], *(keys for _, keys in found)]), tree.row_length).to(device),
+        count,
+        torch.cat([gathered[:0], *queries]).to(device),
+        _bounds([len(rows) for rows in queries]).to(device),
+        _bounds([path.keys for path in paths]).to(device),
+    )
 
 
-def tree_attention(query: Tensor, key: Tensor, value: Tensor, plan: TreePlan, scale: float | None) -> Tensor:
+def _bounds(sizes: list[int]) -> Tensor:
+    return torch.tensor([0, *sizes]).cumsum(0).to(torch.int32)
+
+
+def tree_attention(
+    query: Tensor, key: Tensor, value: Tensor, plan: TreePlan, scale: float | None, attend: Attend | None = None
+) -> Tensor:
     """Attend along the paths of a tree; returns [R, 1, h·d], 0 at padding.
 
     Args:
         query: [R, 1, h, d] of this rank's rows.
         key, value: [cp, R, 1, g, d] of all context ranks; h is a multiple of g.
         scale: of the logits; None is 1/√d.
+        attend: `attend_at_once` or `attend_by_path`; None chooses by device and dtype.
     """
     heads, groups, dim = query.shape[2], key.shape[3], key.shape[-1]
     both = torch.cat((key, value), dim=-1).reshape(-1, groups, 2, dim)
     gathered = plan.keys.take(both.flatten(1)).view(-1, groups, 2, dim)
-    sizes = [path.keys for path in plan.paths]
+    if not plan.paths:  # a rank with only padding takes part in the backward of the gather and of the queries, too
+        return query.new_zeros(plan.rows, 1, heads * dim) + gathered.sum() + query[:0].sum()
+    if attend is None:
+        attend = attend_at_once if _flash_takes(query) else attend_by_path
+    return attend(query[:, 0], gathered, both.detach(), plan, scale).view(plan.rows, 1, -1)
+
+
+def _flash_takes(query: Tensor) -> bool:
+    """Test whether torch's FlashAttention computes queries [..., d] of this device and dtype."""
+    return (
+        query.is_cuda
+        and query.dtype in (torch.bfloat16, torch.float16)
+        and query.shape[-1] % 8 == 0
+        and query.shape[-1] <= 256
+        and torch.backends.cuda.is_flash_attention_available()
+        and torch.cuda.get_device_capability(query.device) >= (8, 0)
+    )
+
+
+def attend_at_once(query: Tensor, gathered: Tensor, both: Tensor, plan: TreePlan, scale: float | None) -> Tensor:
+    """Attend by one variable-length call of FlashAttention, whose segments are the paths; an `Attend`.
+
+    Its causal mask is aligned to the last key of a segment, as `torch.nn.attention.bias.causal_lower_right`.
+    """
+    key, value = gathered.unbind(2)
+    rows = plan.keys.index
+    padded = len(plan.queries) < plan.rows
+    longest = max(path.stop - path.start for path in plan.paths), max(path.keys for path in plan.paths)
+    with _gathered_again((key, value), lambda place: both[rows, :, place]):
+        out: Tensor = torch.ops.aten._flash_attention_forward(
+            query.index_select(0, plan.queries) if padded else query, key, value,
+            plan.query_bounds, plan.key_bounds, *longest, 0.0, True, False, scale=scale,
+        )[0]  # fmt: skip
+    return query.new_zeros(query.shape).index_copy(0, plan.queries, out) if padded else out
+
+
+def attend_by_path(query: Tensor, gathered: Tensor, both: Tensor, plan: TreePlan, scale: float | None) -> Tensor:
+    """Attend by a call for each path, on any device and in any dtype; an `Attend`."""
+    heads, sizes = query.shape[1], [path.keys for path in plan.paths]
     parts, at = [], 0
     for path, pair, rows in zip(plan.paths, gathered.split(sizes), plan.keys.index.split(sizes), strict=True):
         if path.start > at:
-            parts.append(query.new_zeros(path.start - at, heads, dim))
-        with _gathered_again(both.detach(), rows, *(pair := _expanded(pair, heads)).unbind(2)):
-            parts.append(_attend(query[path.start : path.stop, 0], pair, scale))
+            parts.append(query.new_zeros(path.start - at, *query.shape[1:]))
+        pair = _expanded(pair, heads)
+        saved = tuple(x.transpose(0, 1)[None] for x in pair.unbind(2))
+
+        def again(place: int, rows: Tensor = rows) -> Tensor:
+            return _expanded(both[rows, :, place, None], heads).squeeze(2).transpose(0, 1)[None]
+
+        with _gathered_again(saved, again):
+            parts.append(_attend(query[path.start : path.stop], pair, scale))
         at = path.stop
     if at < plan.rows:
-        parts.append(query.new_zeros(plan.rows - at, heads, dim))
-    out = torch.cat(parts).view(plan.rows, 1, -1)
-    # a rank with only padding takes part in the backward of the gather and of the queries, too
-    return out if plan.paths else out + gathered.sum() + query[:0].sum()
+        parts.append(query.new_zeros(plan.rows - at, *query.shape[1:]))
+    return torch.cat(parts)
 
 
 def _expanded(keys: Tensor, heads: int) -> Tensor:
@@ -101,19 +166,17 @@ def _expanded(keys: Tensor, heads: int) -> Tensor:
     return keys if groups == heads else keys.repeat_interleave(heads // groups, dim=1)
 
 
-def _gathered_again(both: Tensor, rows: Tensor, key: Tensor, value: Tensor) -> torch.autograd.graph.saved_tensors_hooks:
-    """Save no keys and values [m, h, d] in a `with` block; backward gathers them again from `both`."""
-    views = [x.transpose(0, 1)[None] for x in (key, value)]
-    places = {(view.data_ptr(), view.shape, view.stride()): place for place, view in enumerate(views)}
-    heads = key.shape[1]
+def _gathered_again(
+    tensors: tuple[Tensor, ...], again: Callable[[int], Tensor]
+) -> torch.autograd.graph.saved_tensors_hooks:
+    """Save none of `tensors` in a `with` block; backward gets the one at a place by `again(place)`."""
+    places = {(x.data_ptr(), x.shape, x.stride()): place for place, x in enumerate(tensors)}
 
     def pack(x: Tensor) -> Tensor | int:
         return places.get((x.data_ptr(), x.shape, x.stride()), x)
 
     def unpack(saved: Tensor | int) -> Tensor:
-        if isinstance(saved, int):
-            return _expanded(both[rows, :, saved, None], heads).squeeze(2).transpose(0, 1)[None]
-        return saved
+        return again(saved) if isinstance(saved, int) else saved
 
     return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
 
@@ -221,5 +284,5 @@ def check_tree_model(models: Sequence[torch.nn.Module], *, trains_heads: bool = 
             if attention is not None and not hasattr(attention, "takes_trees"):
                 raise ValueError(
                     f"{name}.core_attention is a {type(attention).__name__}, which does not know prefix trees; "
-                    "SelfAttentionCore does, that of layer_spec(config) without Transformer Engine"
+                    "SelfAttentionCore does, that of layer_spec(config, prefix_trees=True)"
                 )

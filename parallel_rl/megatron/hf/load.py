@@ -32,6 +32,7 @@ def load_hf(
     scalar_head: bool = False,
     vocab_multiple: int = 1,
     overrides: Mapping[str, object] | None = None,
+    prefix_trees: bool = False,
 ) -> list[GPTModel]:
     """Load config.json and safetensors into this rank's part of a model: a list of its model chunks.
 
@@ -45,6 +46,7 @@ def load_hf(
         scalar_head: one output a position in place of logits: the folder's `score.weight` if there is one, else zeros.
         vocab_multiple: see `build_model`.
         overrides: further fields of TransformerConfig by name (recompute_granularity, moe_aux_loss_coeff, ...).
+        prefix_trees: see `build_model`.
 
     Raises:
         ValueError: on all ranks: no weights; an unsupported family or option of config.json; a tensor that is missing, unused
@@ -58,6 +60,7 @@ def load_hf(
         scalar_head=scalar_head,
         vocab_multiple=vocab_multiple,
         overrides=overrides,
+        prefix_trees=prefix_trees,
     )
     raise_on_all_ranks(partial(_fill, models, reader))
     _check_alike(models, folder)
@@ -91,6 +94,7 @@ def build_hf(
     scalar_head: bool = False,
     vocab_multiple: int = 1,
     overrides: Mapping[str, object] | None = None,
+    prefix_trees: bool = False,
 ) -> list[GPTModel]:
     """Build this rank's part of a model without drawing its weights, for a later load."""
     sizes = described.architecture
@@ -123,6 +127,7 @@ def build_hf(
             vocab_multiple=vocab_multiple,
             scalar_head=scalar_head,
             draw_weights=False,
+            prefix_trees=prefix_trees,
             vp_stage=stage,
         )
         model.hf = described

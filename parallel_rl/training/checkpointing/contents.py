@@ -85,6 +85,13 @@ def same_weights(
     return check
 
 
+def _layers(config: TrainConfig) -> str:
+    """Name the layers, since Transformer Engine's, and its attention, have extra state."""
+    if not has_transformer_engine(DTYPES[config.run.dtype]):
+        return "Megatron's local layers"
+    return "Transformer Engine" + " with SelfAttentionCore" * config.batch.share_prefixes
+
+
 def _identity(config: TrainConfig) -> dict[str, Value]:
     """Flatten the settings that two runs must share to exchange checkpoints; defaults are written out."""
     model = config.model
@@ -93,10 +100,7 @@ def _identity(config: TrainConfig) -> dict[str, Value]:
         "scalar_head": config.scalar_head,
         "run.dtype": config.run.dtype,
         **config.tokenizer.identity,
-        # Transformer Engine's layers have extra state
-        "model.kind": "Transformer Engine"
-        if has_transformer_engine(DTYPES[config.run.dtype])
-        else "Megatron's local layers",
+        "model.kind": _layers(config),
         "model.layers": model.layers,
         "model.hidden": model.hidden,
         "model.heads": model.heads,

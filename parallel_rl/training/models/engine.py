@@ -24,7 +24,6 @@ from parallel_rl.megatron import (
     build_model,
     copy_trunk,
     destroy,
-    has_transformer_engine,
     initialize,
     unwrap,
     wrap_model,
@@ -81,11 +80,6 @@ def start_world(config: TrainConfig) -> None:
     backend = dist.get_backend() if inside else job_backend()
     if backend == "gloo":
         _check_gloo(sizes)
-    if config.batch.share_prefixes and has_transformer_engine(DTYPES[config.run.dtype]):
-        raise ValueError(
-            f"batch.share_prefixes = True with run.dtype = {config.run.dtype!r} would run on Transformer Engine's attention, "
-            "which does not know prefix trees; set it to false, or run.dtype to 'float32'"
-        )
     if not inside:
         take_device()
         if "WORLD_SIZE" in os.environ:
@@ -267,6 +261,7 @@ def _build(config: TrainConfig, vocab_size: int, max_length: int, scalar_head: b
         scalar_head=scalar_head,
         seed=config.run.seed,
         draw_weights=draw and model.hf is None,
+        prefix_trees=config.batch.share_prefixes,
     )
     if model.hf is not None:
         built.hf = read_hf(model.hf)

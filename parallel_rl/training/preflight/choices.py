@@ -31,7 +31,8 @@ def choices(config: TrainConfig) -> Iterator[Choice]:
     dtype = DTYPES[name]
     layers = layers_here(dtype)
     if layers.engine:
-        yield Choice("layers and attention", f"Transformer Engine's, for {layers.why}")
+        attention = " with SelfAttentionCore, which takes prefix trees" * config.batch.share_prefixes
+        yield Choice("layers and attention", f"Transformer Engine's{attention}, for {layers.why}")
     else:
         better = "its attention in plain PyTorch is much slower; run.dtype = bfloat16 with Transformer Engine"
         text = f"Megatron's local ones with SelfAttentionCore: {layers.why}"
