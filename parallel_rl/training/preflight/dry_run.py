@@ -11,7 +11,7 @@ from pathlib import Path
 
 from parallel_rl.training.algorithms.phases import phases
 from parallel_rl.training.batching.bin_packing import Capacity, deal, pack
-from parallel_rl.training.batching.micro_batches import width_unit
+from parallel_rl.training.batching.micro_batches import in_order, width_unit
 from parallel_rl.training.config.train import TrainConfig
 from parallel_rl.training.data.alphabet import settle_alphabet
 from parallel_rl.training.data.datasets import Datasets, find_data
@@ -24,12 +24,13 @@ from parallel_rl.training.preflight.tree_fill import TreeFill, step_rows, tree_f
 
 @dataclass(frozen=True)
 class Reading:
-    """A source that a phase reads, shuffled or in file order: `count` records of `name` each step."""
+    """A phase's source: `count` records of `name` a step, shuffled or in file order, split over `updates`."""
 
     phase: str
     steps: int
     name: str
     count: int
+    updates: int = 1
     shuffled: bool = True
 
 
@@ -54,7 +55,7 @@ class Progress:
 def readings(config: TrainConfig) -> list[Reading]:
     """List the readings of a run, phase by phase and source by source."""
     return [
-        Reading(phase.name, phase.steps, name, count, shuffled=name != "rollouts")
+        Reading(phase.name, phase.steps, name, count, phase.updates // phase.steps, shuffled=name != "rollouts")
         for phase in phases(config)
         for name, count in phase.takes.items()
     ]
@@ -110,13 +111,17 @@ def read_steps(config: TrainConfig, data: Datasets, reading: Reading, steps: int
             batch = records.stream(indices, config.run.seed)
         else:
             batch = [records[place % len(records)] for place in indices]
-        lengths = [length for index in range(len(batch)) for length in _lengths(config, batch, index, rows)]
-        tokens += sum(lengths)
-        if trees is None:
-            filled += sum(lengths) / _room(config, lengths, together, ranks)
-        else:
-            fill = tree_fill(config, step_rows(batch, rows, config.sampling.max_new_tokens), together, ranks)
-            filled, trees = filled + fill.tokens / fill.room, trees + fill
+        held = room = 0
+        for part_indices in in_order(len(batch), -(-len(batch) // reading.updates)):
+            part = [batch[index] for index in part_indices]
+            lengths = [length for index in range(len(part)) for length in _lengths(config, part, index, rows)]
+            tokens += sum(lengths)
+            if trees is None:
+                held, room = held + sum(lengths), room + _room(config, lengths, together, ranks)
+            else:
+                fill = tree_fill(config, step_rows(part, rows, config.sampling.max_new_tokens), together, ranks)
+                held, room, trees = held + fill.tokens, room + fill.room, trees + fill
+        filled += held / room
         done = step + 1
         if done == steps or str(done).strip("0") == "1":
             seconds = time.monotonic() - began

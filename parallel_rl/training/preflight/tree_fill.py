@@ -23,7 +23,7 @@ class TreeFill:
     Attributes:
         tokens: that the rows hold, each shared one once.
         room: tokens that the rows have room for.
-        rows: micro-batches of the data rank that has most.
+        rows: micro-batches of an update on the data rank that has most.
         groups_cut, tokens_repeated: see `cut_groups`.
     """
 

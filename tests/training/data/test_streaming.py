@@ -120,24 +120,27 @@ def test_a_dry_run_reads_what_the_steps_read(
 
 
 @pytest.mark.parametrize(
-    ("batch", "expected", "text"),
+    ("batch", "updates", "expected", "text"),
     [
         # each of four prompts of 7 tokens has 8 samples of 4 new ones; two prompts in a row share their first tokens
-        ("tokens: 80, micro_batch_size: null", (2 * (7 + 32) * 2 - 3, 2 * 80, 2, 0, 0), "(56.5% shared)"),
+        ("tokens: 80, micro_batch_size: null", 1, (2 * (7 + 32) * 2 - 3, 2 * 80, 2, 0, 0), "(56.5% shared)"),
         (
             "tokens: 30, micro_batch_size: null",
+            1,
             (4 * (7 + 32 + 7), 8 * 30, 8, 4, 4 * 7),
             "(47.7% shared), 28 of them repeated by 4 groups that do not fit a row",
         ),
-        ("micro_batch_size: 8", (4 * (7 + 32), 4 * (7 + 32), 4, 0, 0), "(55.7% shared)"),
+        ("micro_batch_size: 8", 1, (4 * (7 + 32), 4 * (7 + 32), 4, 0, 0), "(55.7% shared)"),
+        # two updates of two prompts: the first two share no token, the others three
+        ("tokens: 160, micro_batch_size: null", 2, (4 * (7 + 32) - 3, 2 * 160, 1, 0, 0), "(56.5% shared)"),
     ],
 )
 def test_a_dry_run_and_a_plan_pack_prefix_trees(
-    batch: str, expected: tuple[int, ...], text: str, tmp_path: Path
+    batch: str, updates: int, expected: tuple[int, ...], text: str, tmp_path: Path
 ) -> None:
     settings = f"run: {{dtype: float32}}\nbatch: {{packing: true, share_prefixes: true, {batch}}}\n"
     settings += "parallel: {data: null, tensor: 1, context: 1, sequence_parallel: false}\n"
-    settings += "rl: {prompts: 4, group_size: 8, updates: 1}\ndata: {held_out: null, examples: null}\n"
+    settings += f"rl: {{prompts: 4, group_size: 8, updates: {updates}}}\ndata: {{held_out: null, examples: null}}\n"
     source = f"extends: {CONFIGS}/grpo_arithmetic.yaml\nevaluation: null\nwarmup: null\n"
     (tmp_path / "run.yaml").write_text(source + settings)
     [done] = dry_run(load_config(str(tmp_path / "run.yaml"), []), 1)
