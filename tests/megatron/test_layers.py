@@ -78,12 +78,14 @@ def _built(rank: int) -> dict[Entry, list[bool]]:
             engines = made["get_gpt_layer_with_transformer_engine_spec"].return_value
             head = made["get_gpt_mtp_block_spec"]
             head.return_value.layer_specs = [mock.Mock()]
-            layer = M.layer_spec(config)
+            layer, trees = M.layer_spec(config), M.layer_spec(config, prefix_trees=True)
             with pytest.raises(InterruptedError):
                 M.build_model(config, 8, 4)
             block = made["GPTModel"].call_args.kwargs["transformer_layer_spec"]
         own = layer is not engines and layer.submodules.self_attention.submodules.core_attention is M.SelfAttentionCore
         assert own or layer is engines
+        assert trees.submodules.self_attention.submodules.core_attention is M.SelfAttentionCore
+        assert (trees is engines) == (layer is engines)
         norms = head.return_value.layer_specs[0].submodules
         rows[package, card, dtype] = [
             config.apply_rope_fusion,
