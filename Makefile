@@ -60,7 +60,7 @@ test-triton: $(STAMP)  ## the kernels as the Triton of .ci/triton.txt builds the
 	  PYTHONPATH=$(CURDIR)/.triton $(PYTEST) tests/vocab/test_triton_build*.py; \
 	else echo "no Triton of .ci/triton.txt: its builds are skipped" >&2; [ "$(LOCKED)" != 1 ]; fi
 
-test-slow test-slurm: PROCESSES = 2# side by side; Slurm's tests look at clocks
+test-slurm: PROCESSES = 2# beside test-slow; Slurm's tests look at clocks
 test-slurm: $(STAMP) install-slurm  ## the tests on a private Slurm cluster; skipped where its packages cannot be had
 	$(PYTEST) -m slurm tests/slurm
 
@@ -106,14 +106,14 @@ docs: $(STAMP)  ## the generated pages of the reference, and the drawings
 
 docs-site: .docs/.installed  ## the site in build/site, offline; a warning or a dead link is an error; then its pages in a browser
 	@if [ -e .docs/sphinx ]; then rm -rf build/site && CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=1 PYTHONPATH=$(CURDIR)/.docs:$(CURDIR) \
-	  $(BIN)/python -m sphinx -W -n -q -c docs -b html . build/site && echo "the site is in build/site/index.html"; fi
+	  $(BIN)/python -m sphinx -W -n -q -j 16 -c docs -b html . build/site && echo "the site is in build/site/index.html"; fi
 	@[ ! -e .docs/sphinx ] || CUDA_VISIBLE_DEVICES= $(BIN)/python -m pytest -q tests/docs
 
 .docs/.installed: $(STAMP) .ci/docs.txt
 	rm -rf .docs && mkdir .docs
 	@if $(BIN)/python -c 'import sys; sys.exit(sys.version_info < (3, 11))'; then \
-	  echo "installing Sphinx into .docs; about a minute" && $(BIN)/python -m pip install --quiet --no-deps --only-binary :all: \
-	  --require-hashes --target .docs -r .ci/docs.txt; else echo "the site needs Python 3.11 or newer: skipped" >&2; fi
+	  echo "installing Sphinx into .docs; about a minute" && $(BIN)/python -m pip install --quiet --no-compile --no-deps \
+	  --only-binary :all: --require-hashes --target .docs -r .ci/docs.txt; else echo "the site needs Python 3.11 or newer: skipped" >&2; fi
 	@touch $@
 
 bench: $(STAMP)  ## the benchmarks, with their figures checked

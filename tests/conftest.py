@@ -20,10 +20,12 @@ def pytest_collection() -> Iterator[None]:
         gc.enable()
 
 
-#: files whose slow tests take a minute and more in one process, the longest first
+#: files whose slow tests take a minute and more in one process, the longest first; at the end those that mostly wait
 LONG = (
-    "vocab/test_triton_interpreter", "distributed/test_law", "training/algorithms/test_recipes", "tools/test_gpu_check",
-    "distributed/test_megatron_law", "cluster/test_preemption", "distributed/test_l", "benchmarks/test_",
+    "distributed/test_law", "vocab/test_triton_interpreter", "training/algorithms/test_recipes", "tools/test_gpu_check",
+    "benchmarks/test_", "plan/test_memory", "distributed/test_l", "distributed/test_megatron_law", "prefix_tree/test_law",
+    "megatron/hf/test_round_trip", "cluster/test_preemption", "verify/test_", "training/preflight/test_gate", "test_cli",
+    "training/rollouts/test_", "testing/test_failures",
 )  # fmt: skip
 
 

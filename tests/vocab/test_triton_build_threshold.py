@@ -36,7 +36,6 @@ MOST = {"bins": 66, "weigh": 130, "held": 90}
         (16032, torch.bfloat16, 90),
         pytest.param(16032, torch.float32, 90, marks=pytest.mark.slow),
         pytest.param(16032, torch.bfloat16, 100, marks=pytest.mark.slow),
-        pytest.param(128256, torch.bfloat16, 90, marks=pytest.mark.slow),
         pytest.param(16033, torch.float32, 90, marks=pytest.mark.slow),
     ],
     ids=str,

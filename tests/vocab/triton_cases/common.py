@@ -46,9 +46,26 @@ def count_loops_with_one_number() -> None:
     interpreter._patch_lang_tensor = patch
 
 
+def patch_the_language_once_a_launch() -> None:
+    """Each call of a jit function lists and wraps the whole language again, half of a kernel's time: skip what is wrapped."""
+    import triton.language
+    from triton.language import core
+    from triton.runtime import interpreter
+
+    stock = interpreter._patch_lang
+    nothing_to_restore = getattr(interpreter, "_LangPatchScope", lambda: None)
+
+    def patch(function):  # type: ignore[no-untyped-def]
+        seen = [value for value in function.__globals__.values() if value is core or value is triton.language]
+        return stock(function) if any(core.is_builtin(each.load) for each in seen) else nothing_to_restore()
+
+    interpreter._patch_lang = patch
+
+
 if INTERPRETED:
     round_bfloat16_to_nearest()
     count_loops_with_one_number()
+    patch_the_language_once_a_launch()
 
 
 def logits_and_targets(
