@@ -17,8 +17,7 @@ def _tiling(name: str, logits: Tensor) -> Tiling:
     return tiling(tokens, width, logits.element_size(), processors(logits.device), cut(name, logits.device))
 
 
-def _of_rows(logits: Tensor, tile: Tiling) -> dict[str, int | bool]:
-    """Return constants of a pass over these logits."""
+def _sizes(logits: Tensor, tile: Tiling) -> dict[str, int | bool]:
     return {
         "LANES": tile.lanes, "PER_LANE": tile.per_lane, "ALIGNED_ROWS": tile.aligns_rows(logits),
         "ALIGNED_ENDS": tile.aligns(logits.shape[1]), "num_warps": tile.warps,
@@ -40,7 +39,7 @@ def vocab_bins(logits: Tensor, end: Tensor, rate: Tensor, inv_t: Tensor, bins: i
     parts = torch.empty(tile.splits, tokens, bins + 3, dtype=torch.float32, device=logits.device)
     with on_device(logits.device):
         bins_kernel[tokens, tile.splits](
-            logits, end, rate, inv_t, parts, width, tokens, *logits.stride(), tile.columns, BINS=bins, **_of_rows(logits, tile)
+            logits, end, rate, inv_t, parts, width, tokens, *logits.stride(), tile.columns, BINS=bins, **_sizes(logits, tile)
         )  # fmt: skip
     torch.sum(parts[..., :-1], 0, out=sums)
     torch.amax(parts[..., -1:], 0, out=largest)
@@ -73,7 +72,7 @@ def vocab_weigh(
     with on_device(logits.device):
         weigh_kernel[tokens, tile.splits](
             logits, low, high, top, inv_t, unit, parts, values, number,
-            width, tokens, *logits.stride(), capacity, tile.columns, TOP_K=low.shape[1] > 1, **_of_rows(logits, tile),
+            width, tokens, *logits.stride(), capacity, tile.columns, TOP_K=low.shape[1] > 1, **_sizes(logits, tile),
         )  # fmt: skip
     return parts.sum(0), values, number
 
@@ -92,7 +91,7 @@ def vocab_held(
     logits: Tensor,
     missed: Tensor,
     values: Tensor,
-    found: Tensor,
+    copied: Tensor,
     before: Tensor,
     scale: Sequence[Tensor],
     pivots: Tensor,
@@ -101,7 +100,7 @@ def vocab_held(
 
     Args:
         missed: [T, 1] bool rows whose logits are read.
-        values, found, before: for the other rows, [T, C] candidates, [T] their number, [T, 1] the count or mass above them.
+        values, copied, before: for the other rows, [T, C] candidates, [T] their number, [T, 1] the count or mass above them.
         scale: [T, 1] smallest logit that counts, maximum and 1/temperature, and [1, 1] the largest mass; or empty.
     """
     tokens, width = logits.shape
@@ -109,14 +108,14 @@ def vocab_held(
     parts = torch.empty(tile.splits, tokens, 8, dtype=torch.int64, device=logits.device)
     with on_device(logits.device):
         held_kernel[tokens, tile.splits](
-            logits, missed.contiguous(), values, found, before.contiguous(), pivots, *(scale or (None,) * 4), parts,
-            width, tokens, *logits.stride(), values.shape[1], tile.columns, MASSES=len(scale) > 0, **_of_rows(logits, tile),
+            logits, missed.contiguous(), values, copied, before.contiguous(), pivots, *(scale or (None,) * 4), parts,
+            width, tokens, *logits.stride(), values.shape[1], tile.columns, MASSES=len(scale) > 0, **_sizes(logits, tile),
         )  # fmt: skip
     return parts.sum(0)
 
 
 @vocab_held.register_fake
 def _(
-    logits: Tensor, missed: Tensor, values: Tensor, found: Tensor, before: Tensor, scale: Sequence[Tensor], pivots: Tensor
+    logits: Tensor, missed: Tensor, values: Tensor, copied: Tensor, before: Tensor, scale: Sequence[Tensor], pivots: Tensor
 ) -> Tensor:  # fmt: skip
     return torch.empty_like(pivots, dtype=torch.int64, memory_format=torch.contiguous_format)
