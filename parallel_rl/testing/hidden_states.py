@@ -23,17 +23,14 @@ MODES: tuple[LinearMode, ...] = ("auto", "recompute", "resident")
 
 
 def takes_head(case: Subject) -> bool:
-    """Return whether the loss reads logits, or statistics of them."""
     return case.build().requirements.reads != "scalar"
 
 
 def reads_log_probs(case: Subject) -> bool:
-    """Return whether the loss reads `token_stats` instead of rows of logits."""
     return case.build().requirements.reads == "log-probs"
 
 
 def reads_rows(case: Subject) -> bool:
-    """Return whether the loss reads rows of logits one by one."""
     return case.build().requirements.reads == "rows"
 
 
@@ -144,7 +141,7 @@ def run_layout(layout: Layout, trial: Trial, rank: Rank, variant: int) -> Outcom
 
 
 def layouts(world: int, number: int | None = None) -> list[Layout]:
-    """List TP and CP of 1 and 2; with data parallelism in worlds of four only."""
+    """List layouts with TP and CP of 1 and 2; with data parallelism in worlds of four only."""
     return [layout for layout in layouts_of.layouts(world, number) if layout.tp <= 2 and (world == 4 or layout.dp == 1)]
 
 
