@@ -1,4 +1,4 @@
-"""Addresses that a run meets at: the rendezvous, and the servers of its config."""
+"""Check the addresses of a run: the rendezvous, and the servers of its config."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _DEFAULT = "29500"  # torchrun's
 def ask_ports(urls: Sequence[str], environment: Mapping[str, str] = os.environ) -> Iterator[Finding]:
     """Check that the rendezvous answers in a job, or is free before one, and that servers answer.
 
-    >>> [found.severity for found in ask_ports(["http://127.0.0.1:9"], {"MASTER_PORT": "0"})]
+    >>> [finding.severity for finding in ask_ports(["http://127.0.0.1:9"], {"MASTER_PORT": "0"})]
     ['error', 'warning']
     """
     host, port = environment.get("MASTER_ADDR", "127.0.0.1"), environment.get("MASTER_PORT", _DEFAULT)
