@@ -28,8 +28,8 @@ def _sizes(logits: Tensor, tile: Tiling) -> dict[str, int | bool]:
 def vocab_bins(logits: Tensor, end: Tensor, rate: Tensor, inv_t: Tensor, bins: int) -> tuple[Tensor, Tensor]:
     """Count logits [T, W] in bins of a window with upper end and bins per unit [T, 1].
 
-    Returns [T, bins + 2]: the count of each bin except the last, 0 for that, the total mass relative to the window's end, and
-    the last bin's mass; and the maximum [T, 1].
+    Returns [T, bins + 2]: the count of each bin, 0 for the last; the total mass relative to the window's end; the last bin's
+    mass. And the maximum [T, 1].
     """
     tokens, width = logits.shape
     sums, largest = _binned(logits, end, rate, inv_t, bins)
@@ -58,9 +58,9 @@ def vocab_weigh(
     """Weigh logits above the brackets [T, B] of top-k (if B = 2) and top-p, and copy those inside.
 
     Returns:
-        [T, 5]: counts above top-k's bracket, and from its lower end on; the mass above it, or without top-k the total; the
-            mass above top-p's, and from its lower end on. Then [B, T, capacity] the logits inside each, in any order, and [B,
-            T] their number, which may exceed the capacity.
+        [T, 5]: counts above top-k's bracket, and from its lower end on; the mass above it (without top-k the total), above
+            top-p's, and from that one's lower end on. [B, T, capacity] the logits inside, in any order. [B, T] their number,
+            also beyond the capacity.
     """
     sums, values, number = _weighed(logits, low, high, top, inv_t, unit, capacity)
     sums.zero_(), number.zero_()
@@ -88,14 +88,8 @@ def _weighed(
 
 @torch.library.custom_op("parallel_rl::vocab_held", mutates_args=())
 def vocab_held(
-    logits: Tensor,
-    missed: Tensor,
-    values: Tensor,
-    copied: Tensor,
-    before: Tensor,
-    scale: Sequence[Tensor],
-    pivots: Tensor,
-) -> Tensor:
+    logits: Tensor, missed: Tensor, values: Tensor, copied: Tensor, before: Tensor, scale: Sequence[Tensor], pivots: Tensor
+) -> Tensor:  # fmt: skip
     """Count each row's logits from its pivots [T, 8] on, or with a scale sum their mass; [T, 8] int64.
 
     Args:

@@ -51,8 +51,7 @@ def bins_kernel(
     counts = tl.zeros([BINS], tl.int32)
     total = tl.zeros([LANES], tl.float32)
     below = tl.zeros([LANES], tl.float32)
-    # one per place of a tile: Triton 3.6 fails on a running maximum over loaded values
-    largest = tl.full([LANES, PER_LANE], float("-inf"), tl.float32)
+    largest = tl.full([LANES, PER_LANE], float("-inf"), tl.float32)  # Triton 3.6 fails on a running maximum of loads
     for at in range(first, full_end, BLOCK):
         z = tl.load(z_row + (at + columns) * column_stride).to(tl.float32)
         counts, total, below, largest = _count_tile(z, top, bins_per_unit, step, counts, total, below, largest, BINS)
@@ -176,10 +175,7 @@ def held_kernel(
     MASSES: tl.constexpr, LANES: tl.constexpr, PER_LANE: tl.constexpr,
     ALIGNED_ROWS: tl.constexpr, ALIGNED_ENDS: tl.constexpr,
 ):  # fmt: skip
-    """Count a row's logits from each pivot on, or their mass, [splits, tokens, 8].
-
-    Rows that missed read their part; others use their candidates and what lies above them, unread.
-    """
+    """Count logits from each pivot on, or sum their mass: of a row that missed, else of its candidates."""
     row, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
     BLOCK: tl.constexpr = LANES * PER_LANE
     columns = _columns(LANES, PER_LANE, ALIGNED_ROWS)
