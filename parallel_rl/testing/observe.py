@@ -33,9 +33,7 @@ class Observation:
     layout: Layout
     loss: float = math.nan  # relative error
     gradient: float = math.nan  # relative error
-    metrics: dict[str, float] = field(
-        default_factory=dict
-    )  # relative errors of wrong metrics; infinity for a missing one
+    metrics: dict[str, float] = field(default_factory=dict)  # errors of wrong metrics; infinity for a missing one
     loss_factor: float = math.nan  # Σ local losses / L
     gradient_factor: float = math.nan  # g·g* / |g*|², which explains most of the gradient
     residual: float = math.nan  # |g − factor·g*| / |g*|, unexplained

@@ -77,7 +77,7 @@ def _columns(LANES: tl.constexpr, PER_LANE: tl.constexpr, ALIGNED: tl.constexpr)
 
 @triton.jit
 def _add_tile(z, lowest, high, low, m, a, b, q, BOTH: tl.constexpr, ENTROPY: tl.constexpr, SQUARES: tl.constexpr):
-    """Add a tile to the lanes' m, a = Σ 2^u, b = Σ 2^u·u and q = Σ 2^2u of u = (z − m)·(high, low)."""
+    """Add a tile to the lanes' m, a = Σ 2^u, b = Σ 2^u·u, q = Σ 2^2u; u = (z − m)·(high + low·BOTH)."""
     top = tl.maximum(m, tl.max(z, 1))
     base = _finite_base(top)
     fall = _log2(m - base, lowest, high, low, BOTH)

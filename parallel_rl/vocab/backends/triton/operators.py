@@ -207,9 +207,8 @@ def _launch_gradient(
     targets, keep = targets.contiguous(), keep.contiguous()
     device = logits.device
     tile = tiling(tokens, width, logits.element_size(), processors(device), cut("gradient", device))
-    upstream = [
-        None if g is None else g.contiguous() for g in (g_logprobs, g_entropy, g_lse)
-    ]  # the gradient of `sum` is expanded
+    # `sum` gives expanded gradients
+    upstream = [None if g is None else g.contiguous() for g in (g_logprobs, g_entropy, g_lse)]
     with on_device(logits.device):
         gradient_kernel[tokens, tile.splits](
             logits, tops, targets, keep, inv_t, rows, *upstream, out,
