@@ -53,7 +53,7 @@ def _heads() -> str:
     for per_token in (False, True):
         for layout in (StepLayout(per_token=per_token), StepLayout(cp=2, per_token=per_token, micro=1)):
             seen = _step("plain", "heads", layout, callback=True)
-            worst = max((one.error for one in seen.gradients if one.name.startswith("mtp.")), default=0.0)
+            worst = max((error.error for error in seen.gradients if error.name.startswith("mtp.")), default=0.0)
             if worst > _EXACT:
                 where = "four micro-batches" if layout.cp == 1 else "CP 2"
                 shown.append(f"by {worst:.1g} on {where} with calculate_per_token_loss = {per_token}")
@@ -84,7 +84,7 @@ def _balance() -> str:
     shown = []
     for layout in (StepLayout(tp=2, sp=True), StepLayout(cp=2)):
         seen = _step("plain", "experts", layout, callback=True)
-        if any(".router." in one.name for one in seen.gradients):
+        if any(".router." in error.name for error in seen.gradients):
             shown.append(f"{seen.gradient:.1g} on {layout.name}")
     return f"gradients of routers differ from one process by {', '.join(shown)}" if shown else ""
 

@@ -35,8 +35,8 @@ class Sizes(NamedTuple):
         Raises:
             ValueError: a size below 1, or a world that they do not divide.
         """
-        rest, left = divmod(world, self.tensor * self.context * self.pipeline) if min(self) > 0 else (0, 1)
-        if left or not rest:
+        rest, remainder = divmod(world, self.tensor * self.context * self.pipeline) if min(self) > 0 else (0, 1)
+        if remainder or not rest:
             text = " × ".join(f"{name} {size}" for name, size in self._asdict().items())
             raise ValueError(f"{world} ranks cannot be laid out as {text}: sizes of at least 1 must divide them")
         ranks = torch.arange(world).view(self.pipeline, rest, self.context, self.tensor)

@@ -145,7 +145,7 @@ def layouts(world: int, number: int | None = None) -> list[Layout]:
     return [layout for layout in layouts_of.layouts(world, number) if layout.tp <= 2 and (world == 4 or layout.dp == 1)]
 
 
-def check_world(rank: int, of_world: list[Layout], given: list[Trial]) -> list[tuple[str, str, Outcome, Tensor]]:
+def check_world(rank: int, of_world: list[Layout], trials: list[Trial]) -> list[tuple[str, str, Outcome, Tensor]]:
     """Return (case, layout, outcome, the weight's gradient summed over the world)."""
     results = []
     world = dist.get_world_size()
@@ -155,13 +155,13 @@ def check_world(rank: int, of_world: list[Layout], given: list[Trial]) -> list[t
         key = (layout.tp, layout.cp)
         if key not in ranks:
             ranks[key] = Rank(*make_groups(rank, world, *key))
-        for trial in given:
+        for trial in trials:
             outcome = run_layout(layout, trial, ranks[key], variant)
             weight = outcome.weight.clone()
             dist.all_reduce(weight)
             results.append((trial.case.name, layout.name, outcome, weight))
             variant += 1
-        variant += len(given) % 2 == 0  # each case meets every variant
+        variant += len(trials) % 2 == 0  # each case meets every variant
     return results
 
 

@@ -178,7 +178,7 @@ def add_to_maps(maps: Tensor, piece: Piece, gradient: Tensor, truth: Tensor) -> 
 
 
 def check_world(
-    rank: int, of_world: Sequence[Layout], given: list[Trial], dtype: torch.dtype, keep_going: bool = False
+    rank: int, of_world: Sequence[Layout], trials: list[Trial], dtype: torch.dtype, keep_going: bool = False
 ) -> list[tuple[str, str, Outcome]]:
     """Run every case on every layout; return (case, layout, outcome).
 
@@ -190,7 +190,7 @@ def check_world(
         key = (layout.tp, layout.cp)
         if key not in ranks:
             ranks[key] = Rank(*make_groups(rank, dist.get_world_size(), *key))
-        for trial in given:
+        for trial in trials:
             run = attempt if keep_going else run_layout
             outcomes.append((trial.case.name, layout.name, run(layout, trial, ranks[key], dtype)))
     return outcomes

@@ -102,7 +102,7 @@ def run_layout(layout: Layout, trial: Trial, rank: Rank, dtype: torch.dtype) -> 
     model = wrap_model(_Stage(config, step.local(trial.batch.logits, whole).to(rank.device, dtype)))
     model.zero_grad_buffer()
     loss_fn, context = _Recorded(step.loss_fn), Context.present(layout.cp_layout)
-    batches = [_micro_batch(*one, context) for one in zip(step.pieces, step.datas, strict=True)]
+    batches = [_micro_batch(*pair, context) for pair in zip(step.pieces, step.datas, strict=True)]
     report = forward_backward(model, loss_fn, batches, groups=rank.groups)
     [parameter] = model.parameters()
     grad = gradient(parameter)

@@ -48,7 +48,7 @@ def step_layouts(words: Sequence[str]) -> list[StepLayout]:
         axes["packed"] = axes.pop("packing")
     names, defaults = StepLayout._fields, StepLayout()
     every = [axes.get(name, [getattr(defaults, name)]) for name in names]
-    combined = [StepLayout(*one) for one in itertools.product(*every)]
+    combined = [StepLayout(*sizes) for sizes in itertools.product(*every)]
     for layout in combined:
         check_layout(layout)
     return combined

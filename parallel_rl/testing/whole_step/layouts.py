@@ -84,10 +84,10 @@ def default_layouts(experts: bool = False, balanced: bool = False) -> list[StepL
     >>> [layout.name for layout in default_layouts()][:2]
     ['padded.mb4', 'packed.mb4.mean.recompute']
     """
-    one = StepLayout()
+    plain = StepLayout()
     dense = [
-        one._replace(balance=not balanced),
-        one._replace(packed=True, per_token=False, recompute=True),
+        plain._replace(balance=not balanced),
+        plain._replace(packed=True, per_token=False, recompute=True),
         StepLayout(tp=2),
         StepLayout(tp=2, sp=True, packed=True),
         StepLayout(cp=2, per_token=False),
