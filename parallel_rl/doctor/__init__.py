@@ -1,1 +1,1 @@
-"""Questions to the installed stack before a GPU hour is spent: packages, Megatron's contracts, the job's ranks and groups."""
+"""Checks of the installed stack before a run: packages, megatron-core's contracts, the job's ranks and groups."""

@@ -1,4 +1,4 @@
-"""`parallel-rl doctor [--config CONFIG] [--world] [--json]`: the stack's findings, and an exit status by severity."""
+"""`parallel-rl doctor [--config CONFIG] [--world] [--json]`: findings on the stack, and the exit status."""
 
 from __future__ import annotations
 
@@ -15,13 +15,12 @@ if TYPE_CHECKING:
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add the command's arguments."""
     parser = commands.add_parser(
         "doctor",
         help="check the installed stack: packages, megatron-core's contracts, a job's ranks",
         description="Reports what is installed and which known faults it has, by running tiny cases on the installed "
         "megatron-core on CPU; with --config, which layers, attention, backend and optimizer that run would get, and why; with "
-        "--world, under torchrun or srun, hosts, clocks and the speed of each group. Exit status: 0, 1 where something is an "
+        "--world, under torchrun or srun, hosts, clocks and the speed of each group. Exit status: 0, 1 if a finding is an "
         "error, 2 for bad input.",
         allow_abbrev=False,
     )
@@ -39,17 +38,12 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 @dataclass(frozen=True)
 class OfConfig:
-    """Facts about a run's config for the doctor.
+    """Facts about a run's config for the doctor."""
 
-    Attributes:
-        findings: about what the run would get. sizes: of its tensor, context and pipeline groups. urls: of its servers.
-        facts: that decide which known faults of megatron-core it reaches.
-    """
-
-    findings: Sequence[Finding] = ()
-    sizes: tuple[int, int, int] = (1, 1, 1)
-    urls: Sequence[str] = ()
-    facts: RunFacts | None = None
+    findings: Sequence[Finding] = ()  # about what the run would get
+    sizes: tuple[int, int, int] = (1, 1, 1)  # of its tensor, context and pipeline groups
+    urls: Sequence[str] = ()  # of its servers
+    facts: RunFacts | None = None  # for the known faults of megatron-core that it reaches
 
 
 def run(known: argparse.Namespace, of_config: Callable[[str], OfConfig]) -> int:
@@ -73,11 +67,13 @@ def run(known: argparse.Namespace, of_config: Callable[[str], OfConfig]) -> int:
     sizes = Sizes(*(of_run if size is None else size for size, of_run in zip(from_flags, config.sizes, strict=True)))
     findings = [*packages(), *settings(), *config.findings, *ask_ports(config.urls)]
     of_host = tuple(findings)
-    if first and any(each.subject == "megatron-core" and each.severity in ("ok", "warning") for each in findings):
+    if first and any(
+        finding.subject == "megatron-core" and finding.severity in ("ok", "warning") for finding in findings
+    ):
         findings += ask_contracts()
         findings += [] if known.world else ask_faults(config.facts)  # not while the job's other ranks wait
     if known.world:
         findings += ask_world(sizes, of_host)
     if first:
-        print(json.dumps([asdict(each) for each in findings], indent=1) if known.json else as_text(findings))
+        print(json.dumps([asdict(finding) for finding in findings], indent=1) if known.json else as_text(findings))
     return exit_status(findings)

@@ -1,4 +1,4 @@
-"""Tiny cases against the installed megatron-core on CPU ranks: what it really does where versions are known to go wrong."""
+"""Small cases on the installed megatron-core, on CPU ranks: its behaviour where versions are known to differ."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def _groups(rank: int) -> object:
 
 
 def _scaling(rank: int) -> object:
-    """Return a three-value callback's weights of the token sum at CP 2, with 1 and 3 valid tokens."""
+    """Return the weights at CP 2 of a three-value callback's token sum, with 1 and 3 valid tokens."""
     tokens = torch.tensor([1, 3][rank], dtype=torch.int)
     return _scaled((tokens, {}), per_token=False, micro_batches=1) / 2  # DDP averages over both context ranks
 
@@ -58,7 +58,7 @@ def _two_values(rank: int) -> object:
 
 
 def _scaled(rest: tuple[object, ...], per_token: bool, micro_batches: int) -> float:
-    """Return what Megatron makes at CP 2 of a loss of 1 that a callback returns with `rest`."""
+    """Return Megatron's scaled loss at CP 2, for a loss of 1 that a callback returns with `rest`."""
     from megatron.core.pipeline_parallel.schedules import forward_step_calc_loss
 
     config = SimpleNamespace(
@@ -78,7 +78,6 @@ def _logits(rank: int) -> tuple[Tensor, Tensor]:
 
 @contextlib.contextmanager
 def _cross_entropy() -> Iterator[Callable[..., Tensor]]:
-    """Megatron's cross-entropy, on two tensor ranks."""
     from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
 
     import parallel_rl.megatron as M
@@ -105,7 +104,7 @@ def _smoothing(rank: int) -> object:
 
 
 def _padding(rank: int) -> object:
-    """Fall of the log-probs with one column of vocabulary padding per rank, whose logits are 0."""
+    """Return how far log-probs fall with one padding column a rank, whose logits are 0."""
     logits, _ = _logits(rank)
     targets = torch.zeros(4, 1, dtype=torch.int64)
     with _cross_entropy() as cross_entropy:
@@ -127,7 +126,7 @@ def _judged(
     def judge(answers: list[object]) -> Finding:
         failed = [answer for answer in answers if isinstance(answer, str)]
         if failed:
-            return Finding(subject, "note", f"this version could not be asked: {failed[0]}")
+            return Finding(subject, "note", f"the case fails on this version: {failed[0]}")
         if bad(answers):
             return Finding(subject, severity, text(answers), advice)
         return Finding(subject, "ok", "as it should be")

@@ -1,4 +1,4 @@
-"""Tiny models and Megatron scripts in which a known fault of megatron-core shows, where the installed one has it."""
+"""Tiny models and Megatron scripts that show known faults of megatron-core."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _Output = tuple[Tensor, Callable[..., object]]
 
 
 def tiny_config(**fields: object) -> TransformerConfig:
-    """Return a config of two layers with other fields in place."""
+    """Return a config of two layers with these other fields."""
     return TransformerConfig(
         num_layers=2, hidden_size=32, num_attention_heads=4, ffn_hidden_size=48, normalization="RMSNorm",
         add_bias_linear=False, hidden_dropout=0.0, attention_dropout=0.0, **fields,
@@ -28,7 +28,7 @@ def tiny_config(**fields: object) -> TransformerConfig:
 
 
 def plain(config: TransformerConfig, vp_stage: int | None = None, pre_process: bool = True) -> GPTModel:
-    """Build a model on layers that take every layout on a CPU; the place of its stage is Megatron's."""
+    """Build a model on layers that take every layout on a CPU."""
     return M.build_model(config, VOCABULARY, 64, vp_stage=vp_stage)
 
 
@@ -82,7 +82,7 @@ def token_sums(loss_mask: Tensor, output: Tensor) -> tuple[Tensor, Tensor, dict[
 
 
 def masked_experts(data_iterator: Iterator[dict[str, Tensor]], model: torch.nn.Module) -> _Output:
-    """Run a forward step that says which tokens routers shall leave out."""
+    """Run a forward step with a padding mask for the routers."""
     batch = next(data_iterator)
     mask = batch["loss_mask"]
     output = model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"], padding_mask=mask == 0)
@@ -90,10 +90,7 @@ def masked_experts(data_iterator: Iterator[dict[str, Tensor]], model: torch.nn.M
 
 
 def packed_balance() -> float:
-    """Return how the routers' gradient differs between packed and padded rows.
-
-    It is that of the balance within sequences.
-    """
+    """Return the relative difference of the routers' balance gradient between packed and padded rows."""
     M.initialize()
     config = experts("seq_aux_loss")
     for name, value in (("use_cpu_initialization", True), ("params_dtype", torch.float64)):

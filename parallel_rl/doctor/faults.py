@@ -1,4 +1,4 @@
-"""Known faults of megatron-core that change numbers without a word: whether the installed one has each, by running it."""
+"""Known faults of megatron-core that silently change numbers: run a small step for each on the installed version."""
 
 from __future__ import annotations
 
@@ -21,20 +21,17 @@ _EXACT = 1e-5  # relative; Megatron's cross-entropy rounds to float32
 
 
 def ask_faults(facts: RunFacts | None = None) -> list[Finding]:
-    """Run a small step for each known fault on gloo ranks of this machine.
-
-    With `facts`, find which of the faults a run reaches.
-    """
+    """Run a small step for each known fault on gloo ranks; `facts` say which faults a run reaches."""
     preload("parallel_rl.megatron", "parallel_rl.doctor.fault_steps", "parallel_rl.testing.whole_step.worlds")
-    return [_finding(fault, facts) for fault in FAULTS if fault.name in _ASK]
+    return [_finding(fault, facts) for fault in FAULTS if fault.name in _CHECKS]
 
 
 def _finding(fault: KnownFault, facts: RunFacts | None) -> Finding:
     subject = f"{fault.name} ({fault.reference})"
     try:
-        shown = _ASK[fault.name]()
+        shown = _CHECKS[fault.name]()
     except Exception as error:  # another version's signature, or a part that it lacks
-        return Finding(subject, "note", f"this version could not be asked: {str(error).splitlines()[0][:160]}")
+        return Finding(subject, "note", f"the case fails on this version: {str(error).splitlines()[0][:160]}")
     if not shown:
         return Finding(subject, "ok", "a small run of the installed megatron-core does not show it")
     if facts is None:
@@ -51,12 +48,12 @@ def _gathered() -> str:
 
 
 def _heads() -> str:
-    """Return the heads' gradients of four micro-batches, or two context ranks, against one."""
+    """Compare the heads' gradients of four micro-batches, or two context ranks, with one."""
     shown = []
     for per_token in (False, True):
         for layout in (StepLayout(per_token=per_token), StepLayout(cp=2, per_token=per_token, micro=1)):
             seen = _step("plain", "heads", layout, callback=True)
-            worst = max((one.error for one in seen.gradients if one.name.startswith("mtp.")), default=0.0)
+            worst = max((error.error for error in seen.gradients if error.name.startswith("mtp.")), default=0.0)
             if worst > _EXACT:
                 where = "four micro-batches" if layout.cp == 1 else "CP 2"
                 shown.append(f"by {worst:.1g} on {where} with calculate_per_token_loss = {per_token}")
@@ -87,7 +84,7 @@ def _balance() -> str:
     shown = []
     for layout in (StepLayout(tp=2, sp=True), StepLayout(cp=2)):
         seen = _step("plain", "experts", layout, callback=True)
-        if any(".router." in one.name for one in seen.gradients):
+        if any(".router." in error.name for error in seen.gradients):
             shown.append(f"{seen.gradient:.1g} on {layout.name}")
     return f"gradients of routers differ from one process by {', '.join(shown)}" if shown else ""
 
@@ -104,7 +101,6 @@ def _on_rank(rank: int, work: Callable[[], float]) -> float:
 
 
 def _step(provider: str, config: str, layout: StepLayout, *, callback: bool = False, forward: bool = False) -> Compared:
-    """Compare one layout of a script's step with one process."""
     from parallel_rl.doctor import fault_steps
     from parallel_rl.testing.whole_step.ranks import PoolRanks
     from parallel_rl.testing.whole_step.subject import StepSubject
@@ -123,7 +119,7 @@ def _step(provider: str, config: str, layout: StepLayout, *, callback: bool = Fa
     return seen
 
 
-_ASK: dict[str, Callable[[], str]] = {  # by the fault's name; the others are asked with the contracts
+_CHECKS: dict[str, Callable[[], str]] = {  # by the fault's name; `contracts` runs the others
     "gathered logits": _gathered,
     "loss of multi-token prediction": _heads,
     "recomputed heads with distributed activations": _recomputed,

@@ -12,17 +12,12 @@ _SIGNS = {"ok": "ok     ", "note": "note   ", "warning": "WARNING", "error": "ER
 
 @dataclass(frozen=True)
 class Finding:
-    """One fact about the stack.
+    """One fact about the stack."""
 
-    Attributes:
-        subject: a package, a contract, a group. severity: an error ends in exit status 1.
-        text: what was seen. advice: what it would do to a run and which setting avoids it; empty where all is well.
-    """
-
-    subject: str
+    subject: str  # a package, a contract, a group
     severity: Severity
-    text: str
-    advice: str = ""
+    text: str  # what was seen
+    advice: str = ""  # what it would do to a run and which setting avoids it; empty if all is well
 
 
 def as_text(findings: Sequence[Finding]) -> str:
@@ -41,7 +36,7 @@ def as_text(findings: Sequence[Finding]) -> str:
 
 
 def exit_status(findings: Sequence[Finding]) -> int:
-    """1 where one is an error, else 0.
+    """Return 1 if a finding is an error, else 0.
 
     >>> exit_status([Finding("torch", "warning", "old")])
     0

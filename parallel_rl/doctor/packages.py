@@ -20,10 +20,7 @@ _LEAST_TORCH, _LEAST_MEGATRON, _NEXT_MEGATRON = (2, 8), (0, 15), (0, 20)
 
 
 def packages() -> Iterator[Finding]:
-    """Report Python, torch, megatron-core, Transformer Engine, Apex and Triton.
-
-    torch's backends and Triton's compiler are reported, too.
-    """
+    """Report Python, torch and its backends, megatron-core, Transformer Engine, Apex and Triton."""
     yield Finding("python", "ok", f"{platform.python_version()} at {sys.executable}")
     yield _torch()
     yield from _cards()
@@ -35,12 +32,12 @@ def packages() -> Iterator[Finding]:
 
 
 def settings(environment: Mapping[str, str] = os.environ) -> Iterator[Finding]:
-    """Look at environment variables that change numbers, hide faults or hang jobs.
+    """Report environment variables that change numbers, hide faults or hang jobs.
 
-    >>> [found.severity for found in settings({"CUDA_LAUNCH_BLOCKING": "1"})]
+    >>> [finding.severity for finding in settings({"CUDA_LAUNCH_BLOCKING": "1"})]
     ['warning']
     """
-    said = False
+    reported = False
     for name, bad, text, advice in (
         ("CUDA_LAUNCH_BLOCKING", "1", "each kernel is waited for", "unset it: a debugging aid, several times slower"),
         ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0", "a failed collective hangs its rank", "unset it, or set 1 or 3"),
@@ -50,21 +47,21 @@ def settings(environment: Mapping[str, str] = os.environ) -> Iterator[Finding]:
         ("NCCL_DEBUG", "TRACE", "NCCL writes every call", "set WARN"),
     ):
         if environment.get(name) == bad:
-            said = True
+            reported = True
             yield Finding(name, "warning" if advice else "note", f"{bad}: {text}", advice)
     connections = environment.get("CUDA_DEVICE_MAX_CONNECTIONS")
     if torch.cuda.is_available() and connections not in (None, "1"):
-        said = True
+        reported = True
         yield Finding(
             "CUDA_DEVICE_MAX_CONNECTIONS", "note", f"{connections}",
             "Megatron expects 1 where tensor or context parallel communication overlaps with products before Blackwell",
         )  # fmt: skip
-    if not said:
+    if not reported:
         yield Finding("environment", "ok", "no variable is set that is known to hurt")
 
 
 def apex_kind(folder: Path) -> str:
-    """Tell NVIDIA's Apex ("nvidia") from the unrelated package ("other") by its folder.
+    """Distinguish NVIDIA's Apex ("nvidia") from the unrelated package ("other") by its folder.
 
     >>> apex_kind(Path("nowhere"))
     'other'
@@ -108,12 +105,12 @@ def _cards() -> Iterator[Finding]:
 
 
 def _backends() -> Finding:
-    there = [
-        name for name, is_there in (("nccl", dist.is_nccl_available()), ("gloo", dist.is_gloo_available())) if is_there
+    available = [
+        name for name, usable in (("nccl", dist.is_nccl_available()), ("gloo", dist.is_gloo_available())) if usable
     ]
-    if torch.cuda.is_available() and "nccl" not in there:
-        return Finding("backends", "error", f"{there}", "GPUs without NCCL: install a torch that was built with it")
-    return Finding("backends", "ok", ", ".join(there))
+    if torch.cuda.is_available() and "nccl" not in available:
+        return Finding("backends", "error", f"{available}", "GPUs without NCCL: install a torch that was built with it")
+    return Finding("backends", "ok", ", ".join(available))
 
 
 def _megatron() -> Finding:

@@ -1,4 +1,4 @@
-"""Addresses that a run meets at: the rendezvous, and the servers of its config."""
+"""Check the addresses of a run: the rendezvous, and the servers of its config."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _DEFAULT = "29500"  # torchrun's
 def ask_ports(urls: Sequence[str], environment: Mapping[str, str] = os.environ) -> Iterator[Finding]:
     """Check that the rendezvous answers in a job, or is free before one, and that servers answer.
 
-    >>> [found.severity for found in ask_ports(["http://127.0.0.1:9"], {"MASTER_PORT": "0"})]
+    >>> [finding.severity for finding in ask_ports(["http://127.0.0.1:9"], {"MASTER_PORT": "0"})]
     ['error', 'warning']
     """
     host, port = environment.get("MASTER_ADDR", "127.0.0.1"), environment.get("MASTER_PORT", _DEFAULT)
@@ -46,7 +46,7 @@ def _refused(host: str, port: int) -> str:
         return f"cannot be reached: {error.strerror or error}"
 
 
-def _free(host: str, port: str, given: bool) -> Finding:
+def _free(host: str, port: str, is_set: bool) -> Finding:
     """Check that a rendezvous could listen here, if the host is this one."""
     try:
         address = socket.gethostbyname(host)
@@ -63,9 +63,9 @@ def _free(host: str, port: str, given: bool) -> Finding:
                 return Finding(
                     "MASTER_PORT", "note", f"{host} is another host: whether {port} is free there shows in the job"
                 )
-            name = "MASTER_PORT" if given else "torchrun's port"
+            name = "MASTER_PORT" if is_set else "torchrun's port"
             return Finding(
-                name, "error" if given else "note", f"{port} is taken: {error.strerror}",
+                name, "error" if is_set else "note", f"{port} is taken: {error.strerror}",
                 "export another MASTER_PORT, or torchrun --master-port / --standalone",
             )  # fmt: skip
-    return Finding("MASTER_PORT" if given else "torchrun's port", "ok", f"{port} is free")
+    return Finding("MASTER_PORT" if is_set else "torchrun's port", "ok", f"{port} is free")

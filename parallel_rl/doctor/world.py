@@ -35,8 +35,8 @@ class Sizes(NamedTuple):
         Raises:
             ValueError: a size below 1, or a world that they do not divide.
         """
-        rest, left = divmod(world, self.tensor * self.context * self.pipeline) if min(self) > 0 else (0, 1)
-        if left or not rest:
+        rest, remainder = divmod(world, self.tensor * self.context * self.pipeline) if min(self) > 0 else (0, 1)
+        if remainder or not rest:
             text = " × ".join(f"{name} {size}" for name, size in self._asdict().items())
             raise ValueError(f"{world} ranks cannot be laid out as {text}: sizes of at least 1 must divide them")
         ranks = torch.arange(world).view(self.pipeline, rest, self.context, self.tensor)
@@ -46,10 +46,7 @@ class Sizes(NamedTuple):
 
 
 def ask_groups(sizes: Sizes, hosts: Sequence[str], device: torch.device, timeout: float) -> Iterator[Finding]:
-    """Time the groups of a kind at once, as a step uses them; yield the slowest rank's numbers.
-
-    ValueError for sizes that do not divide the world.
-    """
+    """Time groups of a kind together, as a step uses them; yield the slowest rank's numbers."""
     for name, lists in sizes.groups(dist.get_world_size()).items():
         mine = None
         for ranks in lists:
@@ -61,7 +58,6 @@ def ask_groups(sizes: Sizes, hosts: Sequence[str], device: torch.device, timeout
 
 
 def ask_world_speed(device: torch.device) -> Finding:
-    """Time an all-reduce over all ranks."""
     assert dist.group.WORLD is not None
     return _speed("world", dist.group.WORLD, dist.all_reduce, device, 0)
 
@@ -88,7 +84,7 @@ def _speed(
 
 
 def _pass_on(tensor: torch.Tensor, *, group: dist.ProcessGroup) -> None:
-    """Send to the next rank of the group what the one before sends, round the ring."""
+    """Send to the next rank of the group, and receive from the previous one."""
     ranks, place = dist.get_process_group_ranks(group), dist.get_rank(group)
     after, before = ranks[(place + 1) % len(ranks)], ranks[place - 1]
     received = torch.empty_like(tensor)
@@ -120,8 +116,7 @@ def ask_world(sizes: Sizes, of_host: Sequence[Finding] = ()) -> Iterator[Finding
     """Join the job's ranks and probe them and each group of a layout; yield findings of all ranks.
 
     Raises:
-        ValueError: sizes that do not divide the world; no job: neither torchrun nor srun with torch's variables started this
-            process; `job_backend` refuses this machine.
+        ValueError: sizes that do not divide the world; no torchrun or srun job; `job_backend` refuses this machine.
     """
     if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
         raise ValueError("RANK and WORLD_SIZE are not set: start it by torchrun or srun, or leave --world out")
@@ -141,9 +136,9 @@ def ask_world(sizes: Sizes, of_host: Sequence[Finding] = ()) -> Iterator[Finding
 
 
 def _hosts(hosts: list[str]) -> Finding:
-    each = {host: hosts.count(host) for host in dict.fromkeys(hosts)}
-    text = ", ".join(f"{host} ({count} ranks)" for host, count in each.items())
-    if len(set(each.values())) > 1:
+    counts = {host: hosts.count(host) for host in dict.fromkeys(hosts)}
+    text = ", ".join(f"{host} ({count} ranks)" for host, count in counts.items())
+    if len(set(counts.values())) > 1:
         return Finding(
             "hosts", "warning", text, "nodes have different numbers of ranks: tensor ranks may be split over nodes"
         )
@@ -151,24 +146,24 @@ def _hosts(hosts: list[str]) -> Finding:
 
 
 def _elsewhere(hosts: Sequence[str], of_host: Sequence[Finding]) -> Iterator[Finding]:
-    """Tell what was found on other hosts and not on that of rank 0, whose findings alone are shown."""
+    """Report findings of other hosts that rank 0's host lacks; only rank 0's are printed."""
     every: list[Sequence[Finding]] = [()] * len(hosts)
     dist.all_gather_object(every, of_host)
     where: dict[Finding, list[str]] = {}
     for host, findings in zip(hosts, every, strict=True):
-        for each in findings:
-            where.setdefault(each, []).append(host)
-    for each, there in where.items():
-        if each not in every[0]:
-            text = f"{each.text} on {', '.join(dict.fromkeys(there))}, and not on {hosts[0]}"
-            severity: Severity = "error" if each.severity == "error" else "warning"
+        for finding in findings:
+            where.setdefault(finding, []).append(host)
+    for finding, finding_hosts in where.items():
+        if finding not in every[0]:
+            text = f"{finding.text} on {', '.join(dict.fromkeys(finding_hosts))}, and not on {hosts[0]}"
+            severity: Severity = "error" if finding.severity == "error" else "warning"
             yield Finding(
-                each.subject, severity, text, each.advice or "hosts of one job need the same stack and settings"
+                finding.subject, severity, text, finding.advice or "hosts of one job need the same stack and settings"
             )
 
 
 def _clocks(device: torch.device) -> Finding:
-    """Clocks right after a barrier: what remains is their difference and the barrier's own."""
+    """Compare clocks right after a barrier; the difference includes the barrier's own."""
     dist.barrier()
     mine = torch.tensor([time.time()], dtype=torch.float64, device=device)
     every = [torch.empty_like(mine) for _ in range(dist.get_world_size())]

@@ -1,13 +1,10 @@
-"""Checks of the law: any loss, on every layout, on real ranks, against one float64 process, with a diagnosis.
+"""Check the law: any loss, on every layout, on real ranks, against one float64 process, with a diagnosis.
 
     from parallel_rl.testing import check_law
     print(check_law(MyLoss))
 
-- `check_law`: check a loss or a function with its call, on layouts of 1, 2 and 4 ranks of this machine
-- `law_test`: the same as a one-line test; `parallel_rl.testing.pytest_plugin` has a fixture `law`
-- inputs: `Case`, `FunctionLoss`, `host` adapters, `Layout`, `Limits`; results: `Report`, `Finding`, `LawBroken`
-- `check_step`: check one optimizer step of your Megatron model, by this library or by your script
-- `run_world`: run your tests on real gloo ranks
+`law_test` makes a one-line test of it, and `parallel_rl.testing.pytest_plugin` a fixture. `check_step` checks one optimizer
+step of your Megatron model; `run_world` runs your tests on real gloo ranks.
 """
 
 from parallel_rl.hosts.function_loss import FunctionLoss, on_rows

@@ -22,28 +22,17 @@ _DIRECTIONS, _STEP = 6, 1e-6
 
 
 class Alone(NamedTuple):
-    """Findings of one process.
+    """Findings of one process."""
 
-    Attributes:
-        want: loss, gradient and metrics; None if the loss raised.
-        error: its exception.
-        where: gradient positions: "" at predicting ones; "unshifted" at each token's own; else "elsewhere".
-        poison: effect of NaN, inf and wild ids at masked places: "", "loss" (changed), "gradient" (NaN) or an error.
-        derivative: relative difference of the gradient and finite differences; NaN if unavailable.
-        permuted, doubled: relative change under permuted rows, and with every row twice; NaN if unavailable.
-        empty: fault of a fully masked batch.
-        claims: false claims of the loss.
-    """
-
-    want: Expected | None
-    error: str = ""
-    where: str = ""
-    poison: str = ""
-    derivative: float = math.nan
-    permuted: float = math.nan
-    doubled: float = math.nan
-    empty: str = ""
-    claims: tuple[str, ...] = ()
+    want: Expected | None  # loss, gradient and metrics; None if the loss raised
+    error: str = ""  # its exception
+    where: str = ""  # "": gradient at predicting positions; "unshifted": at each token's own; else "elsewhere"
+    poison: str = ""  # effect of NaN, inf and wild ids at masked places: "", "loss", "gradient" (NaN) or an error
+    derivative: float = math.nan  # relative difference of the gradient and finite differences; NaN if unavailable
+    permuted: float = math.nan  # relative change under permuted rows; NaN if unavailable
+    doubled: float = math.nan  # relative change with every row twice; NaN if unavailable
+    empty: str = ""  # fault of a fully masked batch
+    claims: tuple[str, ...] = ()  # false claims of the loss
 
 
 @empty_rows_on_purpose()
@@ -107,7 +96,7 @@ class _DetachNothing(TorchFunctionMode):
 
 @contextlib.contextmanager
 def _stop_gradients_lifted() -> Iterator[None]:
-    """Disable stop-gradients, so that the gradient of a loss that uses them is its derivative."""
+    """Disable stop-gradients, so that a loss's gradient is its derivative."""
     enter, leave = torch.no_grad.__enter__, torch.no_grad.__exit__
     torch.no_grad.__enter__ = lambda self: None  # type: ignore[method-assign]
     torch.no_grad.__exit__ = lambda self, *error: None  # type: ignore[method-assign]
@@ -127,9 +116,9 @@ def _derivative_error(case: Subject, batch: Batch) -> float:
     carries = carries_loss(batch.data, case.build())[..., None]
     g, errors = torch.Generator().manual_seed(1), []
     for _ in range(_DIRECTIONS):
-        way = torch.where(carries, torch.randn(leaf.shape, generator=g, dtype=torch.float64), 0)
-        high, low = (alone(case, batch.logits + sign * _STEP * way, batch.data)[0].item() for sign in (1, -1))
-        errors.append(abs((high - low) / (2 * _STEP) - (gradient * way).sum().item()))
+        direction = torch.where(carries, torch.randn(leaf.shape, generator=g, dtype=torch.float64), 0)
+        high, low = (alone(case, batch.logits + sign * _STEP * direction, batch.data)[0].item() for sign in (1, -1))
+        errors.append(abs((high - low) / (2 * _STEP) - (gradient * direction).sum().item()))
     return sorted(errors)[len(errors) // 2] / max(gradient.norm().item(), 1e-12)
 
 
@@ -161,14 +150,14 @@ def _empty(case: Subject, batch: Batch) -> str:
     try:
         loss, _ = alone(case, leaf, data)
         if loss.item() != 0:
-            return f"the loss of a batch that is masked throughout is {loss.item():g} in place of 0"
+            return f"the loss of a fully masked batch is {loss.item():g}, not 0"
         loss.backward()
     except Exception as error:
-        return f"a batch that is masked throughout: {describe(error)}"
-    return "" if leaf.grad is not None and not leaf.grad.any() else "a gradient where everything is masked"
+        return f"a fully masked batch raises {describe(error)}"
+    return "" if leaf.grad is not None and not leaf.grad.any() else "a fully masked batch has a gradient"
 
 
-def trial_of(case: Subject, batch: Batch, found: Alone) -> Trial:
+def trial_of(case: Subject, batch: Batch, result: Alone) -> Trial:
     """Make the trial for the layouts, without poison if one process failed on it."""
-    assert found.want is not None
-    return Trial(case, batch, found.want, clean=bool(found.poison or found.where))
+    assert result.want is not None
+    return Trial(case, batch, result.want, clean=bool(result.poison or result.where))

@@ -22,8 +22,6 @@ POISON = (math.nan, math.inf, -math.inf)
 
 
 class Sizes(NamedTuple):
-    """Rows, columns and vocabulary of a batch."""
-
     rows: int = ROWS
     width: int = WIDTH
     vocab: int = VOCAB
@@ -42,7 +40,7 @@ def make_batch(
     truncated: bool = False,
     sizes: Sizes = SIZES,
 ) -> Batch:
-    """Make a valid batch of ragged rows, some fully masked, as one whole micro-batch.
+    """Make a valid batch of ragged rows, of which fully masked ones fill a micro-batch.
 
     `truncated` adds kept sets, and tokens outside an earlier policy's truncation.
     """
@@ -154,7 +152,7 @@ def _token_mask(data: dict[str, Tensor]) -> Tensor:
 
 
 def _scored(data: dict[str, Tensor], loss_fn: LossFunction) -> Tensor:
-    """Return the tokens [B, S] that carry loss, by `token_mask` and masks of components."""
+    """Return the tokens [B, S] with loss, by `token_mask` and masks of components."""
     mask = _token_mask(data)
     if loss_fn.requirements.token_weights is not None:
         mask &= data["token_weights"] > 0
@@ -203,7 +201,7 @@ def with_fields(batch: Batch, loss_fn: LossFunction, seed: int = 7) -> Batch:
 def with_shared_prefixes(batch: Batch, loss_fn: LossFunction, seed: int = 7) -> Batch:
     """Make rows share prefixes: deep trees, a row inside another, two equal rows.
 
-    Logits and fields in their order are equal where tokens are shared; all other fields differ.
+    Logits and fields in their order are equal where tokens are shared.
     """
     g = torch.Generator().manual_seed(seed)
     ids, lengths = batch.data["input_ids"].clone(), batch.lengths

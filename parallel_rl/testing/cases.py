@@ -96,17 +96,11 @@ def _text(value: object) -> str:
 
 
 class Batch(NamedTuple):
-    """A whole global batch, see `batches`.
+    """Whole global batch, see `batches`."""
 
-    Attributes:
-        logits: [B, S, V], [B, S, 1] for a scalar head.
-        data: whole, token-aligned tensors.
-        lengths: tokens of each row.
-    """
-
-    logits: Tensor
-    data: dict[str, Tensor]
-    lengths: list[int]
+    logits: Tensor  # [B, S, V], [B, S, 1] for a scalar head
+    data: dict[str, Tensor]  # whole, token-aligned
+    lengths: list[int]  # tokens of each row
 
     @property
     def rows(self) -> int:
@@ -131,16 +125,12 @@ class Expected(NamedTuple):
 
 
 class Trial(NamedTuple):
-    """A loss, its batch, and the reference result.
-
-    Attributes:
-        clean: no poison, for a loss that is known to fail on it.
-    """
+    """A loss, its batch, and the reference result."""
 
     case: Subject
     batch: Batch
     want: Expected
-    clean: bool = False
+    clean: bool = False  # no poison, for a loss that is known to fail on it
 
 
 @contextmanager
@@ -152,7 +142,7 @@ def empty_rows_on_purpose() -> Iterator[None]:
 
 
 def alone(case: Subject, logits: Tensor, data: Mapping[str, Tensor]) -> tuple[Tensor, Metrics]:
-    """Build the loss on one process with everything."""
+    """Call the loss on one process with the whole batch."""
     loss_fn, counts = case.build(), count_valid(data)
     call = (logits, data, *counts)
     return loss_fn(*call, statistics=step_statistics([(loss_fn, call)]))

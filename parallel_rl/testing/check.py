@@ -144,20 +144,20 @@ def check_subject(
     if reference is not None:
         result = result._replace(want=_referenced(reference, batch, result.want))
     trial = trial_of(subject, batch, result)
-    seen = [one for world in of_world.values() for one in _observed(trial, world, runner, limits)]
+    observations = [seen for world in of_world.values() for seen in _observed(trial, world, runner, limits)]
     findings = without_consequences(
-        [*findings, *of_layouts(trial, _finite(trial, seen, runner, limits), limits.tolerance)]
+        [*findings, *of_layouts(trial, _finite(trial, observations, runner, limits), limits.tolerance)]
     )
     many = max(of_world)
     if not findings and many > 1 and of_world[many]:
         findings += _low_precision(trial, of_world[many][:1], runner)
-    rows = tuple(Row.of(one, findings, limits.tolerance) for one in seen)
+    rows = tuple(Row.of(seen, findings, limits.tolerance) for seen in observations)
     return Report(subject.name, rows, tuple(findings), _skipped(subject, result), time.monotonic() - began)
 
 
 def layouts_of(worlds: Sequence[int], subject: Subject) -> dict[int, list[Layout]]:
     """Return the default layouts of these numbers of ranks that the subject supports."""
-    return {world: [one for one in default_layouts(world) if runs_on(subject, one)] for world in worlds}
+    return {world: [layout for layout in default_layouts(world) if runs_on(subject, layout)] for world in worlds}
 
 
 def runs_on(subject: Subject, layout: Layout) -> bool:
@@ -166,7 +166,6 @@ def runs_on(subject: Subject, layout: Layout) -> bool:
 
 
 def by_world(layouts: Sequence[Layout]) -> dict[int, list[Layout]]:
-    """Group layouts by their number of ranks."""
     groups: dict[int, list[Layout]] = {}
     for layout in layouts:
         groups.setdefault(layout.world, []).append(layout)
@@ -174,7 +173,7 @@ def by_world(layouts: Sequence[Layout]) -> dict[int, list[Layout]]:
 
 
 def batch_for(subject: Subject, of_world: Mapping[int, Sequence[Layout]], dtype: torch.dtype = torch.float64) -> Batch:
-    """Make a batch with the loss's fields that all these layouts can cut."""
+    """Make a batch that all these layouts can cut, with the loss's fields."""
     loss_fn = subject.build()
     kind = type(loss_fn) if isinstance(loss_fn, LossFn) else LossFn
     truncated = isinstance(loss_fn, LossFn) and bool(loss_fn.options.truncation)
@@ -185,7 +184,7 @@ def batch_for(subject: Subject, of_world: Mapping[int, Sequence[Layout]], dtype:
 
 
 def _observed(trial: Trial, layouts: Sequence[Layout], runner: Runner, limits: Limits) -> list[Observation]:
-    """Run a trial on layouts of one number of ranks; dead and hung ranks are observations, too."""
+    """Run a trial on layouts of one number of ranks; dead and hung ranks give observations, too."""
     if not layouts:
         return []
     try:
@@ -197,24 +196,28 @@ def _observed(trial: Trial, layouts: Sequence[Layout], runner: Runner, limits: L
     ]
 
 
-def _finite(trial: Trial, seen: Sequence[Observation], runner: Runner, limits: Limits) -> list[Observation]:
+def _finite(trial: Trial, observations: Sequence[Observation], runner: Runner, limits: Limits) -> list[Observation]:
     """Rerun layouts with nonfinite results without NaN in the batch, for more informative numbers."""
-    again = [] if trial.clean else [one.layout for one in seen if not (one.error or math.isfinite(one.gradient))]
+    again = (
+        []
+        if trial.clean
+        else [seen.layout for seen in observations if not (seen.error or math.isfinite(seen.gradient))]
+    )
     clean = [
-        one
+        seen
         for layouts in by_world(again).values()
-        for one in _observed(trial._replace(clean=True), layouts, runner, limits)
+        for seen in _observed(trial._replace(clean=True), layouts, runner, limits)
     ]
-    better = {one.layout: one for one in clean if one.broken(limits.tolerance)}
-    return [better.get(one.layout, one) for one in seen]
+    better = {seen.layout: seen for seen in clean if seen.broken(limits.tolerance)}
+    return [better.get(seen.layout, seen) for seen in observations]
 
 
 def first_line(error: WorldError) -> str:
-    """Join the ranks' errors in one line, without consequences of another rank's."""
+    """Join the ranks' errors in one line, without those that follow from another rank's."""
     causes = {rank: text for rank, text in error.errors.items() if not _CONSEQUENCE.search(text)} or error.errors
     of_text = {text: [rank for rank in sorted(causes) if causes[rank] == text] for text in causes.values()}
-    said = [f"rank {', '.join(map(str, ranks))}: {text}" for text, ranks in sorted(of_text.items())]
-    return "; ".join(said) if said else str(error).splitlines()[0]
+    lines = [f"rank {', '.join(map(str, ranks))}: {text}" for text, ranks in sorted(of_text.items())]
+    return "; ".join(lines) if lines else str(error).splitlines()[0]
 
 
 def _referenced(reference: DenseLoss, batch: Batch, want: Expected) -> Expected:
@@ -225,7 +228,7 @@ def _referenced(reference: DenseLoss, batch: Batch, want: Expected) -> Expected:
 
 
 def _low_precision(trial: Trial, layouts: Sequence[Layout], runner: Runner) -> list[Finding]:
-    """Return whether bfloat16 logits hurt the sharded loss more than the unsharded one."""
+    """Report bfloat16 logits that hurt the sharded loss more than the unsharded one."""
     batch = batch_for(trial.case, by_world(layouts), torch.bfloat16)
     alone = runner.alone(trial.case, batch)
     if alone.want is None:
@@ -248,7 +251,7 @@ def _skipped(subject: Subject, result: Alone) -> tuple[str, ...]:
     checks = {"finite differences": result.derivative, "permuted rows": result.permuted, "doubled rows": result.doubled}
     skipped = [name for name, value in checks.items() if math.isnan(value)]
     missing = sorted(Case("nll").axes - subject.axes)
-    return (*skipped, *(f"{axis}: the call cannot tell of it" for axis in missing))
+    return (*skipped, *(f"{axis}: the call has no argument for it" for axis in missing))
 
 
 P = ParamSpec("P")

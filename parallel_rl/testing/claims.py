@@ -29,7 +29,7 @@ def false_claims(loss_fn: LossFn, batch: Batch) -> tuple[str, ...]:
             )
     if loss_fn.on_policy and "prev_logprobs" in batch.data and (moved := _reads_old_policy(loss_fn, batch)) > 1e-9:
         findings.append(
-            f"on_policy: the gradient moves by {moved:.1e} with prev_logprobs, so it is of an old policy after all"
+            f"on_policy: the gradient moves by {moved:.1e} with prev_logprobs, so the loss reads an old policy"
         )
     return tuple(findings)
 
@@ -51,7 +51,7 @@ def _gradient(loss_fn: LossFn, logits: Tensor, data: dict[str, Tensor]) -> Tenso
 
 
 def token_batch(loss_fn: LossFn, batch: Batch) -> TokenBatch:
-    """Make the whole batch as the objective's `TokenBatch`."""
+    """Make the objective's `TokenBatch` of the whole batch."""
     counts = count_valid(batch.data)
     statistics = step_statistics([(loss_fn, (batch.logits, batch.data, *counts))])
     return read(loss_fn, LossCall(batch.logits, batch.data, *counts, statistics=statistics)).batch

@@ -20,7 +20,7 @@ _CLOSE = 1e-6  # of factors: a right one fits to many digits
 
 @dataclass(frozen=True)
 class Finding:
-    """A fault found.
+    """One fault of a loss.
 
     Attributes:
         fault: the classic fault that fits.
@@ -38,57 +38,57 @@ class Finding:
         return f"{self.axis}: {self.fault.name}. {self.text}\n    fix: {self.fault.fix}"
 
 
-def of_one_process(found: Alone) -> list[Finding]:
+def of_one_process(result: Alone) -> list[Finding]:
     """Name the faults of the checks on one process."""
     wrong: list[tuple[Fault, str]] = []
-    if found.error:
-        wrong.append((F.RAISES, found.error))
-    if found.where == "unshifted":
+    if result.error:
+        wrong.append((F.RAISES, result.error))
+    if result.where == "unshifted":
         wrong.append((F.UNSHIFTED, "the gradient is at the positions of valid tokens, not at those that predict them."))
-    elif found.where:
+    elif result.where:
         wrong.append((F.ELSEWHERE, "positions that predict no valid token have a gradient."))
-    elif found.poison == "gradient":
+    elif result.poison == "gradient":
         wrong.append((F.MASK_AFTER, "NaN and inf at masked places leave the loss alone and make its gradient NaN."))
-    elif found.poison == "loss":
+    elif result.poison == "loss":
         wrong.append((F.MASK_MULTIPLIES, "NaN and inf at masked places reach the loss."))
-    elif found.poison:
-        wrong.append((F.MASKED_READ, f"with NaN, inf and wild ids at masked places it raises {found.poison}."))
-    if found.empty:
-        wrong.append((F.EMPTY, f"{found.empty}."))
+    elif result.poison:
+        wrong.append((F.MASKED_READ, f"with NaN, inf and wild ids at masked places it raises {result.poison}."))
+    if result.empty:
+        wrong.append((F.EMPTY, f"{result.empty}."))
     for value, limit, fault, text in (
-        (found.derivative, 1e-5, F.DERIVATIVE, "it differs from finite differences by"),
-        (found.permuted, 1e-9, F.ORDER, "under a permutation of the rows the gradient moves by"),
-        (found.doubled, 1e-9, F.COUNT, "with every row twice loss and gradient are off by"),
+        (result.derivative, 1e-5, F.DERIVATIVE, "it differs from finite differences by"),
+        (result.permuted, 1e-9, F.ORDER, "under a permutation of the rows the gradient moves by"),
+        (result.doubled, 1e-9, F.COUNT, "with every row twice loss and gradient are off by"),
     ):
         if value > limit:
             wrong.append((fault, f"{text} {value:.1e} of its size."))
-    wrong += [(F.CLAIM, f"{claim}.") for claim in found.claims]
+    wrong += [(F.CLAIM, f"{claim}.") for claim in result.claims]
     return [Finding(fault, "one process", text) for fault, text in wrong]
 
 
-def of_layouts(trial: Trial, seen: Sequence[Observation], tolerance: float) -> list[Finding]:
-    """Name the fault of each broken axis, single axes first, without axes that a found fault explains."""
+def of_layouts(trial: Trial, observations: Sequence[Observation], tolerance: float) -> list[Finding]:
+    """Name the fault of each broken axis, single axes first; skip axes that an earlier fault explains."""
     findings: list[Finding] = []
     explained: set[str] = set()
-    broken = [one for one in seen if one.broken(tolerance)]
-    by_positions = any(one.layout.axes == {"packing"} and _of_positions(trial, one) for one in broken)
-    for one in sorted(broken, key=lambda one: len(one.layout.axes)):
-        if explained & one.layout.axes or any(f.axis == "one process" and f.fault is not F.METRIC for f in findings):
+    broken = [seen for seen in observations if seen.broken(tolerance)]
+    by_positions = any(seen.layout.axes == {"packing"} and _of_positions(trial, seen) for seen in broken)
+    for seen in sorted(broken, key=lambda seen: len(seen.layout.axes)):
+        if explained & seen.layout.axes or any(f.axis == "one process" and f.fault is not F.METRIC for f in findings):
             continue
-        axis = " × ".join(sorted(_blamed(one, seen, broken))) or "one process"
-        fault, text = (by_positions and _of_positions(trial, one)) or _fault(trial, one, tolerance)
+        axis = " × ".join(sorted(_blamed(seen, observations, broken))) or "one process"
+        fault, text = (by_positions and _of_positions(trial, seen)) or _fault(trial, seen, tolerance)
         if fault is F.CONTEXT_MISSING and any(f.fault is F.LOCAL_STATISTIC for f in findings):
             fault = F.LOCAL_STATISTIC
-        where = [other.layout.name for other in broken if one.layout.axes <= other.layout.axes]
+        where = [other.layout.name for other in broken if seen.layout.axes <= other.layout.axes]
         _join(findings, Finding(fault, axis, text, tuple(where)))
-        explained |= _blamed(one, seen, broken)
+        explained |= _blamed(seen, observations, broken)
     return findings
 
 
-def _blamed(one: Observation, seen: Sequence[Observation], broken: Sequence[Observation]) -> frozenset[str]:
+def _blamed(seen: Observation, observations: Sequence[Observation], broken: Sequence[Observation]) -> frozenset[str]:
     """Return the axes of a broken layout that no correct layout has."""
-    axes = one.layout.axes
-    right = [other.layout.axes for other in seen if other not in broken and other.layout.axes < axes]
+    axes = seen.layout.axes
+    right = [other.layout.axes for other in observations if other not in broken and other.layout.axes < axes]
     return axes - max(right, key=len, default=frozenset())
 
 
@@ -102,91 +102,92 @@ def _join(findings: list[Finding], new: Finding) -> None:
     findings.append(new)
 
 
-def without_consequences(found: Sequence[Finding]) -> list[Finding]:
-    """Remove findings that only follow from others."""
-    faults = {one.fault for one in found}
+def without_consequences(findings: Sequence[Finding]) -> list[Finding]:
+    faults = {finding.fault for finding in findings}
     follows = {
         F.COUNT: {F.ORDER, F.LOCAL_STATISTIC},
         F.LOCAL_STATISTIC: {F.ORDER},
         F.CONTEXT_MISSING: {F.ORDER},
     }
-    return [one for one in found if not follows.get(one.fault, set()) & faults]
+    return [finding for finding in findings if not follows.get(finding.fault, set()) & faults]
 
 
-def _fault(trial: Trial, one: Observation, tolerance: float) -> tuple[Fault, str]:
-    axes = one.layout.axes
-    if one.error:
-        return F.RAISES, one.error
-    if one.loss <= tolerance and one.gradient <= tolerance and not (one.stray or one.tensor_differs):
-        return F.METRIC, _metrics(one)
-    if not (math.isfinite(one.loss) and math.isfinite(one.gradient)):
-        empty = [part for part in one.parts if not part.tokens]
+def _fault(trial: Trial, seen: Observation, tolerance: float) -> tuple[Fault, str]:
+    axes = seen.layout.axes
+    if seen.error:
+        return F.RAISES, seen.error
+    if seen.loss <= tolerance and seen.gradient <= tolerance and not (seen.stray or seen.tensor_differs):
+        return F.METRIC, _metrics(seen)
+    if not (math.isfinite(seen.loss) and math.isfinite(seen.gradient)):
+        empty = [part for part in seen.parts if not part.tokens]
         if empty and trial.want and {"data", "micro-batches"} & axes:
             return (
                 F.EMPTY,
-                f"{len(empty)} of {len(one.parts)} micro-batches have no valid token, and the result is NaN.",
+                f"{len(empty)} of {len(seen.parts)} micro-batches have no valid token, and the result is NaN.",
             )
         return F.MASKED_READ, "the result is not finite."
-    if one.padding_gradient:
-        return F.PADDING_COLUMNS, f"Columns from vocab_size on have a gradient. {_numbers(one)}."
-    if "tensor" in axes and (fault := _of_tensor_ranks(one)):
+    if seen.padding_gradient:
+        return F.PADDING_COLUMNS, f"Columns from vocab_size on have a gradient. {_numbers(seen)}."
+    if "tensor" in axes and (fault := _of_tensor_ranks(seen)):
         return fault
-    if "context" in axes and (fault := _of_context_ranks(trial, one, tolerance)):
+    if "context" in axes and (fault := _of_context_ranks(trial, seen, tolerance)):
         return fault
-    if {"data", "micro-batches", "context"} & axes and (fault := _of_parts(one)):
+    if {"data", "micro-batches", "context"} & axes and (fault := _of_parts(seen)):
         return fault
     if {"data", "micro-batches"} & axes:
-        return F.LOCAL_STATISTIC, f"No factor of a micro-batch explains its gradient. {_numbers(one)}."
+        return F.LOCAL_STATISTIC, f"No factor of a micro-batch explains its gradient. {_numbers(seen)}."
     if "context" in axes:
-        return F.CONTEXT_MISSING, f"{_numbers(one)}."
-    if "packing" in axes and _only_at(trial, one, _sequence_edges(trial, one.layout)):
-        return F.SEQUENCE_EDGE, f"{_numbers(one)}, all of it at the ends of sequences."
-    return F.UNKNOWN, f"{_numbers(one)}."
+        return F.CONTEXT_MISSING, f"{_numbers(seen)}."
+    if "packing" in axes and _only_at(trial, seen, _sequence_edges(trial, seen.layout)):
+        return F.SEQUENCE_EDGE, f"{_numbers(seen)}, all of it at the ends of sequences."
+    return F.UNKNOWN, f"{_numbers(seen)}."
 
 
-def _numbers(one: Observation) -> str:
+def _numbers(seen: Observation) -> str:
     return (
-        f"Loss × {one.loss_factor:.6g}, gradient × {one.gradient_factor:.6g}"
-        + (f" and {one.residual:.1e} of it elsewhere" if one.residual > _CLOSE else "")
-        + f" on {one.layout.name}"
+        f"Loss × {seen.loss_factor:.6g}, gradient × {seen.gradient_factor:.6g}"
+        + (f" and {seen.residual:.1e} of it elsewhere" if seen.residual > _CLOSE else "")
+        + f" on {seen.layout.name}"
     )
 
 
-def _metrics(one: Observation) -> str:
-    return "; ".join(f"{name} is off by {error:.1e}" for name, error in one.metrics.items()) + f" on {one.layout.name}."
+def _metrics(seen: Observation) -> str:
+    return (
+        "; ".join(f"{name} is off by {error:.1e}" for name, error in seen.metrics.items()) + f" on {seen.layout.name}."
+    )
 
 
-def _of_tensor_ranks(one: Observation) -> tuple[Fault, str] | None:
-    if one.tensor_differs:
-        return F.TENSOR_MISSING, f"tensor ranks return different losses. {_numbers(one)}."
-    if one.residual <= _CLOSE and _close(one.gradient_factor, one.layout.tp, 1 / one.layout.tp):
-        return F.TENSOR_SUMMED, f"{_numbers(one)}."
+def _of_tensor_ranks(seen: Observation) -> tuple[Fault, str] | None:
+    if seen.tensor_differs:
+        return F.TENSOR_MISSING, f"tensor ranks return different losses. {_numbers(seen)}."
+    if seen.residual <= _CLOSE and _close(seen.gradient_factor, seen.layout.tp, 1 / seen.layout.tp):
+        return F.TENSOR_SUMMED, f"{_numbers(seen)}."
     return None
 
 
-def _of_positions(trial: Trial, one: Observation) -> tuple[Fault, str] | None:
-    """Recognise a mean over the call's positions, of which a packed row has fewer."""
+def _of_positions(trial: Trial, seen: Observation) -> tuple[Fault, str] | None:
+    """Recognise a mean over the call's positions: a packed row has fewer."""
     total = trial.batch.rows * trial.batch.width
-    known = [part for part in one.parts if part.tokens and math.isfinite(part.factor)]
+    known = [part for part in seen.parts if part.tokens and math.isfinite(part.factor)]
     if not known or not _close_all([part.factor for part in known], [total / part.positions for part in known]):
         return None
     text = f"{total} positions of the padded batch / {known[0].positions} of its own, masked ones included"
     return (
         F.LOCAL_DENOMINATOR,
-        f"a micro-batch's gradient is {known[0].factor:.6g} times what it should be on {one.layout.name}: {text}.",
+        f"a micro-batch's gradient is {known[0].factor:.6g} times what it should be on {seen.layout.name}: {text}.",
     )
 
 
-def _of_parts(one: Observation) -> tuple[Fault, str] | None:
+def _of_parts(seen: Observation) -> tuple[Fault, str] | None:
     """Recognise each micro-batch's factor: N/n_i of a local denominator, w_i·N/n_i of a mean of means."""
-    known = [part for part in one.parts if part.tokens and math.isfinite(part.factor)]
+    known = [part for part in seen.parts if part.tokens and math.isfinite(part.factor)]
     if len(known) < 2 or _close_all([part.factor for part in known], [1.0] * len(known)):
         return None
-    number = len(one.parts)
-    if one.residual <= _CLOSE and _close(one.gradient_factor, 1 / number):
-        return F.PARTS_AVERAGED, f"{_numbers(one)}: 1/{number}."
+    number = len(seen.parts)
+    if seen.residual <= _CLOSE and _close(seen.gradient_factor, 1 / number):
+        return F.PARTS_AVERAGED, f"{_numbers(seen)}: 1/{number}."
     worst = max(known, key=lambda part: abs(math.log(max(abs(part.factor), 1e-300))))
-    numbers = f"a micro-batch's gradient is {worst.factor:.6g} times what it should be on {one.layout.name}"
+    numbers = f"a micro-batch's gradient is {worst.factor:.6g} times what it should be on {seen.layout.name}"
     for unit, counts in (("tokens", [p.tokens for p in known]), ("sequences", [p.sequences for p in known])):
         total, count = sum(counts), counts[known.index(worst)]
         weights = [part.factor * count / total for part, count in zip(known, counts, strict=True)]
@@ -196,8 +197,8 @@ def _of_parts(one: Observation) -> tuple[Fault, str] | None:
         for other in _weights_of_means(known):
             if _close_all(weights, other):
                 return F.MEAN_OF_MEANS, f"{numbers}: it has {count} of {total} {unit}, and weighs {weight:.6g}."
-    if one.residual <= _CLOSE and _close(one.gradient_factor, number):
-        return F.PARTS_REPEATED, f"{_numbers(one)}: {number}."
+    if seen.residual <= _CLOSE and _close(seen.gradient_factor, number):
+        return F.PARTS_REPEATED, f"{_numbers(seen)}: {number}."
     return None
 
 
@@ -207,17 +208,17 @@ def _weights_of_means(parts: Sequence[Part]) -> list[list[float]]:
     return [[1 / len(parts)] * len(parts), [n / sum(valid) for n in valid], [n / sum(rows) for n in rows]]
 
 
-def _of_context_ranks(trial: Trial, one: Observation, tolerance: float) -> tuple[Fault, str] | None:
-    cp = one.layout.cp
-    uniform = one.residual <= _CLOSE
-    if one.loss <= tolerance and one.gradient > tolerance:
-        return F.CONTEXT_BACKWARD, f"The loss is right and its gradient is not. {_numbers(one)}."
-    if uniform and _close(one.gradient_factor, 1 / cp):
-        return F.CONTEXT_AVERAGED, f"{_numbers(one)}: 1/cp."
-    if uniform and _close(one.gradient_factor, cp):
-        return F.CONTEXT_SUMMED, f"{_numbers(one)}: cp."
-    if _only_at(trial, one, _shard_edges(trial, one.layout)):
-        return F.SHARD_EDGE, f"{_numbers(one)}, all of it at the last positions of shards."
+def _of_context_ranks(trial: Trial, seen: Observation, tolerance: float) -> tuple[Fault, str] | None:
+    cp = seen.layout.cp
+    uniform = seen.residual <= _CLOSE
+    if seen.loss <= tolerance and seen.gradient > tolerance:
+        return F.CONTEXT_BACKWARD, f"The loss is right and its gradient is not. {_numbers(seen)}."
+    if uniform and _close(seen.gradient_factor, 1 / cp):
+        return F.CONTEXT_AVERAGED, f"{_numbers(seen)}: 1/cp."
+    if uniform and _close(seen.gradient_factor, cp):
+        return F.CONTEXT_SUMMED, f"{_numbers(seen)}: cp."
+    if _only_at(trial, seen, _shard_edges(trial, seen.layout)):
+        return F.SHARD_EDGE, f"{_numbers(seen)}, all of it at the last positions of shards."
     return None
 
 
@@ -256,20 +257,20 @@ def _cuts(trial: Trial, layout: Layout, cp_rank: int) -> list[list[tuple[int, in
     ]
 
 
-def _only_at(trial: Trial, one: Observation, places: set[tuple[int, int]]) -> bool:
-    """Return whether the gradient's error, without a common factor, is only at these places."""
-    if one.position_errors is None or not places:
+def _only_at(trial: Trial, seen: Observation, places: set[tuple[int, int]]) -> bool:
+    """Return whether the gradient's error is only at these places."""
+    if seen.position_errors is None or not places:
         return False
-    there = torch.zeros_like(one.position_errors, dtype=torch.bool)
+    there = torch.zeros_like(seen.position_errors, dtype=torch.bool)
     rows, columns = zip(*places, strict=True)
     there[list(rows), list(columns)] = True
-    total = float(one.position_errors.sum())
-    return float(one.position_errors[~there].sum()) <= 1e-12 * total
+    total = float(seen.position_errors.sum())
+    return float(seen.position_errors[~there].sum()) <= 1e-12 * total
 
 
 def _close(value: float, *wanted: float) -> bool:
-    return any(abs(value - one) <= _CLOSE * abs(one) for one in wanted)
+    return any(abs(value - target) <= _CLOSE * abs(target) for target in wanted)
 
 
 def _close_all(values: Sequence[float], wanted: Sequence[float]) -> bool:
-    return all(_close(value, one) for value, one in zip(values, wanted, strict=True))
+    return all(_close(value, target) for value, target in zip(values, wanted, strict=True))

@@ -23,17 +23,14 @@ MODES: tuple[LinearMode, ...] = ("auto", "recompute", "resident")
 
 
 def takes_head(case: Subject) -> bool:
-    """Return whether the loss reads logits, or statistics of them."""
     return case.build().requirements.reads != "scalar"
 
 
 def reads_log_probs(case: Subject) -> bool:
-    """Return whether the loss reads `token_stats` instead of rows of logits."""
     return case.build().requirements.reads == "log-probs"
 
 
 def reads_rows(case: Subject) -> bool:
-    """Return whether the loss reads rows of logits one by one."""
     return case.build().requirements.reads == "rows"
 
 
@@ -144,11 +141,11 @@ def run_layout(layout: Layout, trial: Trial, rank: Rank, variant: int) -> Outcom
 
 
 def layouts(world: int, number: int | None = None) -> list[Layout]:
-    """List TP and CP of 1 and 2; with data parallelism in worlds of four only."""
+    """List layouts with TP and CP of 1 and 2; with data parallelism in worlds of four only."""
     return [layout for layout in layouts_of.layouts(world, number) if layout.tp <= 2 and (world == 4 or layout.dp == 1)]
 
 
-def check_world(rank: int, of_world: list[Layout], given: list[Trial]) -> list[tuple[str, str, Outcome, Tensor]]:
+def check_world(rank: int, of_world: list[Layout], trials: list[Trial]) -> list[tuple[str, str, Outcome, Tensor]]:
     """Return (case, layout, outcome, the weight's gradient summed over the world)."""
     results = []
     world = dist.get_world_size()
@@ -158,13 +155,13 @@ def check_world(rank: int, of_world: list[Layout], given: list[Trial]) -> list[t
         key = (layout.tp, layout.cp)
         if key not in ranks:
             ranks[key] = Rank(*make_groups(rank, world, *key))
-        for trial in given:
+        for trial in trials:
             outcome = run_layout(layout, trial, ranks[key], variant)
             weight = outcome.weight.clone()
             dist.all_reduce(weight)
             results.append((trial.case.name, layout.name, outcome, weight))
             variant += 1
-        variant += len(given) % 2 == 0  # each case meets every variant
+        variant += len(trials) % 2 == 0  # each case meets every variant
     return results
 
 

@@ -39,7 +39,7 @@ class Layout(NamedTuple):
             "packing": self.packing != "padded",
             "prefix trees": self.packing == "tree",
         }
-        return frozenset(name for name, so in used.items() if so)
+        return frozenset(name for name, differs in used.items() if differs)
 
     @property
     def name(self) -> str:
@@ -47,8 +47,7 @@ class Layout(NamedTuple):
         return f"tp{self.tp}.cp{self.cp}.dp{self.dp}{stages}.{self.packing}.mb{self.micro_batches}.{self.cp_layout}"
 
 
-# Layouts to run first if a check takes only some. The first two have every dimension, every step of the packing and
-# several micro-batches; the first six most combinations of settings.
+# run first if a check takes only some: two have every dimension and packing, six most combinations of settings
 _FIRST = {
     4: (
         "tp2.cp2.dp1.packed+padding.mb3.zigzag",
@@ -110,7 +109,7 @@ def make_groups(
 ) -> tuple[ParallelGroups, tuple[int, int, int]]:
     """Make groups, tensor ranks adjacent, then context, then data; return them with this rank's place.
 
-    `timeout` is for their collectives; None is the backend's half an hour, not the world's.
+    `timeout` is for their collectives; None is half an hour.
     """
     place = (rank % tp, rank // tp % cp, rank // (tp * cp))
     ranks = torch.arange(world).view(-1, cp, tp)
@@ -143,7 +142,7 @@ def _cut(length: int, cp: int, rank: int, cp_layout: str) -> list[int]:
 class Piece(NamedTuple):
     """A micro-batch on one rank: the (row, column) of each local position (None: padding), and cu_seqlens.
 
-    In a `tree`'s row, a shared position belongs to its first token.
+    In the row of a `tree`, a shared position belongs to its first token.
     """
 
     rows: list[int]
@@ -176,10 +175,7 @@ class Piece(NamedTuple):
 def cut_rows(
     rows: list[int], lengths: list[int], width: int, layout: Layout, cp_rank: int, ids: Tensor | None = None
 ) -> Piece:
-    """Cut rows of `width` columns and given `lengths` for one context rank.
-
-    `ids` [B, S] of the whole batch determine what a prefix tree shares.
-    """
+    """Cut rows of `width` columns for one context rank; `ids` [B, S] of the batch say what a tree shares."""
     if layout.packing == "tree":
         assert ids is not None
         return _cut_tree(

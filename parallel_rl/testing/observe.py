@@ -17,55 +17,34 @@ from parallel_rl.testing.step import Outcome
 
 @dataclass(frozen=True)
 class Part:
-    """A micro-batch on one data and context rank.
-
-    Attributes:
-        sequences, tokens: valid ones; tokens predicted by this context rank.
-        positions: of the logits on this context rank, including masked ones and padding.
-        factor: g·g* / |g*|² of its positions; NaN without a reference gradient.
-    """
+    """A micro-batch on one data and context rank."""
 
     rows: list[int]
-    sequences: int
-    tokens: int
-    positions: int
-    factor: float
+    sequences: int  # valid ones
+    tokens: int  # valid ones that this context rank predicts
+    positions: int  # of the logits on this context rank, including masked ones and padding
+    factor: float  # g·g* / |g*|² of its positions; NaN without a reference gradient
 
 
 @dataclass(frozen=True, eq=False)
 class Observation:
-    """One layout's result compared with the reference.
-
-    Attributes:
-        loss, gradient: relative errors.
-        metrics: relative errors of wrong metrics; infinity for a missing one.
-        loss_factor: Σ local losses / L.
-        gradient_factor: g·g* / |g*|², which explains most of the gradient.
-        residual: |g − factor·g*| / |g*|, unexplained.
-        parts: micro-batches of the data and context ranks.
-        position_errors: [B, S] |g − g*|² of each position.
-        tensor_differs: tensor ranks of one data and context rank disagree.
-        stray: a gradient at a place without loss.
-        padding_gradient: a gradient in a padding column of the vocabulary.
-        error: the exception raised.
-    """
+    """One layout's result compared with the reference."""
 
     layout: Layout
-    loss: float = math.nan
-    gradient: float = math.nan
-    metrics: dict[str, float] = field(default_factory=dict)
-    loss_factor: float = math.nan
-    gradient_factor: float = math.nan
-    residual: float = math.nan
-    parts: tuple[Part, ...] = ()
-    position_errors: Tensor | None = None
-    tensor_differs: bool = False
-    stray: bool = False
-    padding_gradient: bool = False
-    error: str = ""
+    loss: float = math.nan  # relative error
+    gradient: float = math.nan  # relative error
+    metrics: dict[str, float] = field(default_factory=dict)  # errors of wrong metrics; infinity for a missing one
+    loss_factor: float = math.nan  # Σ local losses / L
+    gradient_factor: float = math.nan  # g·g* / |g*|², which explains most of the gradient
+    residual: float = math.nan  # |g − factor·g*| / |g*|, unexplained
+    parts: tuple[Part, ...] = ()  # micro-batches of the data and context ranks
+    position_errors: Tensor | None = None  # [B, S] |g − g*|² of each position
+    tensor_differs: bool = False  # tensor ranks of one data and context rank disagree
+    stray: bool = False  # a gradient at a place without loss
+    padding_gradient: bool = False  # a gradient in a padding column of the vocabulary
+    error: str = ""  # the exception raised
 
     def broken(self, tolerance: float) -> bool:
-        """Return whether the law is broken."""
         right = self.loss <= tolerance and self.gradient <= tolerance and not self.metrics
         return bool(self.error or self.tensor_differs or self.stray or not right)
 
@@ -83,7 +62,7 @@ def observe(trial: Trial, layout: Layout, outcomes: Sequence[Outcome], tolerance
     factor = float(dot.sum()) / norm
     share = sum(outcome.share for outcome in first)
     # |g − f·g*|² = |g − g*|² + 2(1 − f)·(g − g*)·g* + (1 − f)²·|g*|², where (g − g*)·g* = (f − 1)·|g*|²
-    left = float(error.sum()) - (1 - factor) ** 2 * norm
+    unexplained = float(error.sum()) - (1 - factor) ** 2 * norm
     return Observation(
         layout,
         loss=relative(share, want.loss, 1e-3),
@@ -91,7 +70,7 @@ def observe(trial: Trial, layout: Layout, outcomes: Sequence[Outcome], tolerance
         metrics=_metric_errors(outcomes[0].metrics, want.metrics, tolerance),
         loss_factor=share / want.loss if want.loss else math.nan,
         gradient_factor=factor,
-        residual=math.sqrt(max(left, 0.0) / norm),
+        residual=math.sqrt(max(unexplained, 0.0) / norm),
         parts=_parts(trial, layout, dot, truth),
         position_errors=error,
         tensor_differs=_tensor_ranks_differ(outcomes),
@@ -128,8 +107,8 @@ def _tensor_ranks_differ(outcomes: Sequence[Outcome]) -> bool:
     return False
 
 
-def _same(one: float, other: float) -> bool:
-    return one == other or (math.isnan(one) and math.isnan(other))
+def _same(value: float, other: float) -> bool:
+    return value == other or (math.isnan(value) and math.isnan(other))
 
 
 def _parts(trial: Trial, layout: Layout, dot: Tensor, truth: Tensor) -> tuple[Part, ...]:

@@ -16,26 +16,19 @@ class LawBroken(AssertionError):
 
 @dataclass(frozen=True)
 class Row:
-    """One layout's line.
+    """One layout's line."""
 
-    Attributes:
-        layout: its name.
-        loss, gradient, metrics: relative errors, of the worst metric.
-        verdict: "ok", or the name of the fault.
-    """
-
-    layout: str
-    loss: float
+    layout: str  # its name
+    loss: float  # relative errors
     gradient: float
-    metrics: float
-    verdict: str
+    metrics: float  # of the worst metric
+    verdict: str  # "ok", or the name of the fault
 
     @classmethod
     def of(cls, seen: Observation, findings: Sequence[Finding], tolerance: float) -> Row:
-        """Make the line of an observation, with the first finding that names it."""
         verdict = "ok"
         if seen.broken(tolerance):
-            named = [one.fault.name for one in findings if seen.layout.name in one.layouts]
+            named = [finding.fault.name for finding in findings if seen.layout.name in finding.layouts]
             verdict = named[0] if named else (findings[0].fault.name if findings else "broken")
         return cls(seen.layout.name, seen.loss, seen.gradient, max(seen.metrics.values(), default=0.0), verdict)
 
@@ -92,13 +85,13 @@ class Report:
             ],
             "findings": [
                 {
-                    "fault": one.fault.name,
-                    "axis": one.axis,
-                    "text": one.text,
-                    "fix": one.fault.fix,
-                    "layouts": list(one.layouts),
+                    "fault": finding.fault.name,
+                    "axis": finding.axis,
+                    "text": finding.text,
+                    "fix": finding.fault.fix,
+                    "layouts": list(finding.layouts),
                 }
-                for one in self.findings
+                for finding in self.findings
             ],
             "skipped": list(self.skipped),
         }
@@ -106,7 +99,7 @@ class Report:
     def __str__(self) -> str:
         if self.ok:
             return f"{self.name}: the law holds on {len(self.rows)} layouts"
-        lines = [f"  {line}" for one in self.findings for line in str(one).splitlines()]
+        lines = [f"  {line}" for finding in self.findings for line in str(finding).splitlines()]
         return "\n".join([f"{self.name} breaks the law", *(lines or ["  no layout could be run"])])
 
 

@@ -41,14 +41,9 @@ class PoolRunner:
 
 @dataclass(frozen=True)
 class JobRunner:
-    """Ranks of torchrun's or srun's job, each of which calls the check.
+    """Ranks of torchrun's or srun's job, each of which calls the check."""
 
-    Attributes:
-        place: this rank's groups on a layout.
-        run_layout: runs one optimizer step's loss on them.
-    """
-
-    place: Callable[[Layout], Rank]
+    place: Callable[[Layout], Rank]  # this rank's groups on a layout
     run_layout: RunLayout = run_layout
 
     def alone(self, subject: Subject, batch: Batch) -> Alone:
@@ -70,4 +65,6 @@ class JobRunner:
 
 def of_places(outcomes: Sequence[Outcome]) -> list[Outcome]:
     """Keep one outcome per place, errors first; pipeline stages share a place."""
-    return list({one.place: one for one in sorted(outcomes, key=lambda one: bool(one.error))}.values())
+    return list(
+        {outcome.place: outcome for outcome in sorted(outcomes, key=lambda outcome: bool(outcome.error))}.values()
+    )

@@ -24,36 +24,23 @@ from parallel_rl.vocab.linear.lm_head import LMHeadInput
 
 @dataclass(frozen=True)
 class Step:
-    """This rank's part of a step.
-
-    Attributes:
-        loss_fn: on this layout.
-        columns: the global column of each local one (None: padding).
-        pieces: the sources of local positions, per micro-batch.
-        datas: data per micro-batch, with NaN, inf and wild ids at places without loss.
-        counts: of the whole step.
-        carries: [B, S] whether the output at a position of the whole batch matters to the loss.
-        clean: no poison.
-        rank: this process.
-    """
+    """This rank's part of a step."""
 
     loss_fn: LossFunction
-    columns: list[int | None]
-    pieces: list[Piece]
-    datas: list[dict[str, Tensor]]
-    counts: ValidCounts
-    carries: Tensor
-    clean: bool
+    columns: list[int | None]  # the global column of each local one (None: padding)
+    pieces: list[Piece]  # the sources of local positions, per micro-batch
+    datas: list[dict[str, Tensor]]  # per micro-batch, with NaN, inf and wild ids at places without loss
+    counts: ValidCounts  # of the whole step
+    carries: Tensor  # [B, S] whether the output at a position of the whole batch matters to the loss
+    clean: bool  # no poison
     rank: Rank
 
     def run(
         self, outputs: Sequence[Tensor | LMHeadInput], fields: Sequence[Mapping[str, LMHeadInput]] = ()
     ) -> Iterator[tuple[Tensor, Metrics]]:
-        """Compute loss and metrics of each micro-batch, after the step's statistics.
+        """Compute loss and metrics of each micro-batch from the model's outputs, after the step's statistics.
 
-        Args:
-            outputs: of the model.
-            fields: replace fields of `datas`, per micro-batch.
+        `fields` replace fields of `datas`, per micro-batch.
         """
         groups = self.rank.groups
         more = fields or [{} for _ in outputs]
@@ -144,27 +131,17 @@ _PATIENCE = 5.0  # seconds
 
 
 class Outcome(NamedTuple):
-    """Result of one rank on one layout.
+    """Result of one rank on one layout."""
 
-    Attributes:
-        share: the local loss.
-        metrics: reduced.
-        squared_error: of this rank's piece of the gradient.
-        stray: a gradient at a place without loss.
-        place: (tensor, context, data) rank.
-        maps: [3, B, S] g·g*, |g*|² and |g − g*|² of each position's gradient g and reference g*; 0 on other ranks' positions.
-        padding_gradient: in a padding column of the vocabulary.
-        error: the exception, instead of all else.
-    """
-
-    share: float
-    metrics: dict[str, float]
-    squared_error: float
-    stray: str
-    place: tuple[int, int, int]
+    share: float  # the local loss
+    metrics: dict[str, float]  # reduced
+    squared_error: float  # of this rank's piece of the gradient
+    stray: str  # a gradient at a place without loss
+    place: tuple[int, int, int]  # (tensor, context, data) rank
+    # [3, B, S] g·g*, |g*|² and |g − g*|² of each position's gradient g and reference g*; 0 on other ranks' positions
     maps: Tensor
-    padding_gradient: bool = False
-    error: str = ""
+    padding_gradient: bool = False  # in a padding column of the vocabulary
+    error: str = ""  # the exception, instead of all else
 
 
 def run_layout(layout: Layout, trial: Trial, rank: Rank, dtype: torch.dtype) -> Outcome:
@@ -201,11 +178,11 @@ def add_to_maps(maps: Tensor, piece: Piece, gradient: Tensor, truth: Tensor) -> 
 
 
 def check_world(
-    rank: int, of_world: Sequence[Layout], given: list[Trial], dtype: torch.dtype, keep_going: bool = False
+    rank: int, of_world: Sequence[Layout], trials: list[Trial], dtype: torch.dtype, keep_going: bool = False
 ) -> list[tuple[str, str, Outcome]]:
     """Run every case on every layout; return (case, layout, outcome).
 
-    With `keep_going` an error is an outcome, and ranks agree after each layout, so that a hung collective is located.
+    With `keep_going` an error is an outcome, and ranks agree after each layout, which locates a hung collective.
     """
     outcomes = []
     ranks: dict[tuple[int, int], Rank] = {}
@@ -213,7 +190,7 @@ def check_world(
         key = (layout.tp, layout.cp)
         if key not in ranks:
             ranks[key] = Rank(*make_groups(rank, dist.get_world_size(), *key))
-        for trial in given:
+        for trial in trials:
             run = attempt if keep_going else run_layout
             outcomes.append((trial.case.name, layout.name, run(layout, trial, ranks[key], dtype)))
     return outcomes

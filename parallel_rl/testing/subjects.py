@@ -20,7 +20,7 @@ Loss = str | type[LossFn] | LossFn | Subject | LossCallable  # inputs of `check_
 
 @dataclass(frozen=True, eq=False)
 class Given:
-    """A loss instance with its options and state, rebuilt for each layout."""
+    """A loss instance with its options and state, copied for each layout."""
 
     loss: LossFn
 
@@ -35,7 +35,6 @@ class Given:
     def build(
         self, *, vocab_size: int | None = None, cp_layout: CPLayout = "zigzag", consume_logits: bool = False
     ) -> LossFn:
-        """Copy the loss for this layout."""
         loss = copy.copy(self.loss)
         loss.options = replace(
             loss.options, vocab_size=vocab_size, vocab_start=None, cp_layout=cp_layout, consume_logits=consume_logits

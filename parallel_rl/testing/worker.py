@@ -23,11 +23,7 @@ Task = tuple[Setting, Callable[[], tuple]]
 
 
 def work(rank: int, connection: Connection, folder: str, first: Task | None = None) -> None:
-    """Run tasks from the pipe until it closes.
-
-    Args:
-        first: a task that came by fork, not through the pipe.
-    """
+    """Run tasks from the pipe until it closes; `first` came by fork, not through the pipe."""
     import torch
 
     if first is not None:  # a notebook's streams belong to its process
@@ -61,7 +57,6 @@ def work(rank: int, connection: Connection, folder: str, first: Task | None = No
 
 
 def _die_with_the_parent() -> None:
-    """Ask the kernel to kill this rank with its parent."""
     parent = multiprocessing.parent_process()
     if parent is not None:
         wait([parent.sentinel])
@@ -97,7 +92,6 @@ def _call(rank: int, setting: Setting, task: bytes | Callable[[], tuple]) -> Any
 
 
 def _forget() -> None:
-    """Reset groups, default dtype, gradient mode."""
     import torch
     import torch.distributed as dist
 

@@ -1,4 +1,4 @@
-"""The command: which losses, on which layouts, where, and what is shown."""
+"""`parallel-rl verify`: which losses, on which layouts, where, and what is shown."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ if TYPE_CHECKING:
     from parallel_rl.testing.cases import Subject
     from parallel_rl.testing.report import Report
 
-BROKEN = 1  # exit status where the law does not hold; 2 is bad input
+BROKEN = 1  # exit status if the law does not hold; 2 is bad input
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add the command and its options; nothing of torch is imported for them."""
+    """Add the command and its options; imports nothing of torch."""
     parser = commands.add_parser(
         "verify",
         help="check that losses, ours or yours, give the same numbers on every layout",
         description="Runs each loss on real ranks of this machine, or of the job under torchrun or srun, against one float64 "
-        "process, and says what breaks the law, by what factor, and how to fix it. Exit status: 0, 1 where the law is broken, "
+        "process, and reports what breaks the law, by what factor, and how to fix it. Exit status: 0, 1 if the law is broken, "
         "2 for bad input.",
         allow_abbrev=False,
     )
@@ -45,7 +45,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "--through",
         choices=("groups", "megatron", *FRAMEWORKS),
         default="groups",
-        help="how the loss is run: by itself on process groups; in megatron-core's schedule, with its pipeline, its loss "
+        help="how the loss is run: alone on process groups; in megatron-core's schedule, with its pipeline, its loss "
         "callback and its data parallelism; or in the call of another framework, over data ranks and micro-batches (default: "
         "groups)",
     )
@@ -95,9 +95,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 def run(arguments: argparse.Namespace, of_config: Callable[[str], Subject]) -> int:
     """Run the command; return the exit status: 1 if a loss breaks the law, else 0.
 
-    Args:
-        arguments: those of `add_parser`.
-        of_config: the loss of a run's config.
+    `of_config` makes the loss of a run's config.
 
     Raises:
         ValueError: a loss, an option or a layout that does not fit.
@@ -135,7 +133,7 @@ def run(arguments: argparse.Namespace, of_config: Callable[[str], Subject]) -> i
         subjects = [through_host(arguments.through, subject) for subject in subjects]
     limits, quiet = Limits(timeout=arguments.timeout), arguments.json == "-"
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        reports = in_job(subjects, layouts, limits, way, lambda found: _write(arguments, found), lines=not quiet)
+        reports = in_job(subjects, layouts, limits, way, lambda reports: _write(arguments, reports), lines=not quiet)
     else:
         reports = on_this_machine(subjects, layouts, limits, way, show=not quiet)
         _write(arguments, reports)
@@ -145,7 +143,9 @@ def run(arguments: argparse.Namespace, of_config: Callable[[str], Subject]) -> i
 def _write(arguments: argparse.Namespace, reports: Sequence[Report]) -> None:
     from parallel_rl.verify.show import html, table
 
-    text = json.dumps({"ok": all(one.ok for one in reports), "losses": [one.as_json() for one in reports]}, indent=1)
+    text = json.dumps(
+        {"ok": all(report.ok for report in reports), "losses": [report.as_json() for report in reports]}, indent=1
+    )
     if arguments.json == "-":
         print(text)
     else:

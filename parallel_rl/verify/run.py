@@ -1,4 +1,4 @@
-"""The check of several losses, on ranks of this machine or of the job."""
+"""Check several losses, on ranks of this machine or of the job."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _GRACE = 5.0  # seconds in which a collective's own timeout may say more
 
 @dataclass(frozen=True)
 class _Shown:
-    """A runner that moves a progress bar on."""
+    """Runner that advances a progress bar."""
 
     runner: Runner
     bar: Progress
@@ -46,18 +46,12 @@ class _Shown:
 
 @dataclass(frozen=True)
 class Way:
-    """How a loss is run on ranks: by itself on plain process groups, or inside megatron-core's schedule.
+    """How a loss is run on ranks: alone on process groups, or inside megatron-core's schedule."""
 
-    Attributes:
-        default, of_job: layouts of so many ranks, of this machine and of a job.
-        pool: ranks of this machine that run it in so many seconds.
-        in_job: ranks of the job under way.
-    """
-
-    default: Callable[[int], list[Layout]]
-    of_job: Callable[[int], list[Layout]]
-    pool: Callable[[float], Runner]
-    in_job: Callable[[float], Runner]
+    default: Callable[[int], list[Layout]]  # layouts of so many ranks of this machine
+    of_job: Callable[[int], list[Layout]]  # layouts of so many ranks of a job
+    pool: Callable[[float], Runner]  # ranks of this machine, with a limit in seconds
+    in_job: Callable[[float], Runner]  # ranks of the running job
 
 
 def find_way(through: str) -> Way:
@@ -71,7 +65,7 @@ def find_way(through: str) -> Way:
             default_layouts, lambda world: layouts(world, 6), PoolRunner, lambda timeout: JobRunner(_places(timeout))
         )
     try:
-        import parallel_rl.megatron  # noqa: F401  before megatron itself: it silences what a machine without a GPU knows
+        import parallel_rl.megatron  # noqa: F401  before megatron itself: it silences warnings about a missing GPU
         from parallel_rl.verify import schedule
     except ModuleNotFoundError as error:
         raise ValueError(f"--through megatron: {error}; pip install 'megatron-core>=0.15,<0.20' psutil") from None
@@ -85,7 +79,7 @@ def find_way(through: str) -> Way:
 def on_this_machine(
     subjects: Sequence[Subject], chosen: Sequence[Layout] | None, limits: Limits, way: Way, show: bool = True
 ) -> list[Report]:
-    """Check each loss on gloo ranks started here; `show` a bar, and a line as each one ends.
+    """Check each loss on gloo ranks started here; `show` a bar, and a line as each loss ends.
 
     Raises:
         ValueError: a layout of more ranks than this machine starts, or that a loss cannot be run on.
@@ -115,7 +109,7 @@ def on_this_machine(
 
 
 def show_ended(reports: Sequence[Report], total: int) -> None:
-    """Print a line on the last of several losses, at once."""
+    """Print a line on the last of several losses."""
     last = reports[-1]
     if total > 1:
         print(f"{len(reports)}/{total} {last.name}: {last.verdict} ({last.seconds:.1f} s)", flush=True)
@@ -123,7 +117,7 @@ def show_ended(reports: Sequence[Report], total: int) -> None:
 
 def _plan(subject: Subject, chosen: Sequence[Layout] | None, way: Way) -> dict[int, list[Layout]]:
     if chosen is None:
-        return {world: [one for one in way.default(world) if runs_on(subject, one)] for world in WORLDS}
+        return {world: [layout for layout in way.default(world) if runs_on(subject, layout)] for world in WORLDS}
     for layout in chosen:
         if not runs_on(subject, layout):
             raise ValueError(
@@ -134,7 +128,7 @@ def _plan(subject: Subject, chosen: Sequence[Layout] | None, way: Way) -> dict[i
 
 @dataclass(frozen=True)
 class _Bounded:
-    """Ranks of a job that end themselves where one of them does not come back: nobody else would."""
+    """Runner that ends this rank if a call does not return in time, since nothing else would."""
 
     runner: Runner
     seconds: float
@@ -174,16 +168,16 @@ def in_job(
     show: Callable[[Sequence[Report]], None],
     lines: bool = True,
 ) -> list[Report]:
-    """Check each loss on the ranks of torchrun's or srun's job, all of them on NCCL where there are GPUs.
+    """Check each loss on the ranks of torchrun's or srun's job, all of them on NCCL if there are GPUs.
 
-    Rank 0 shows the reports before any rank returns: a launcher ends all of them with the first that fails. With `lines` it
-    prints one as each loss ends.
+    Rank 0 shows the reports before any rank returns: a launcher ends all ranks with the first that fails. With `lines` it
+    prints a line as each loss ends.
 
     Raises:
         ValueError: a layout of another number of ranks than the job's; `job_backend` refuses this machine.
     """
     world = int(os.environ["WORLD_SIZE"])
-    mine = way.of_job(world) if chosen is None else [one for one in chosen if one.world == world]
+    mine = way.of_job(world) if chosen is None else [layout for layout in chosen if layout.world == world]
     if not mine:
         fault = f"none of the layouts has {world} ranks" if chosen else "no default layout has so many; give --layouts"
         raise ValueError(f"the job has {world} ranks: {fault}")
@@ -192,7 +186,7 @@ def in_job(
     dist.init_process_group(backend, timeout=timedelta(seconds=limits.timeout))
     try:
         runner = _Bounded(way.in_job(limits.timeout), limits.timeout)
-        plan = [[one for one in mine if runs_on(subject, one)] for subject in subjects]
+        plan = [[layout for layout in mine if runs_on(subject, layout)] for subject in subjects]
         reports: list[Report] = []
         for subject, of_this in zip(subjects, plan, strict=True):
             reports.append(check_subject(subject, {world: of_this}, runner, limits))
@@ -207,7 +201,7 @@ def in_job(
 
 
 def _places(timeout: float) -> Callable[[Layout], Rank]:
-    """Return this rank's groups on a layout, made once."""
+    """Return a function that makes this rank's groups on a layout, once."""
     groups: dict[tuple[int, int], Rank] = {}
 
     def place(layout: Layout) -> Rank:

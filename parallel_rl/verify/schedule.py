@@ -53,7 +53,7 @@ preload("parallel_rl.megatron", __name__)
 
 @dataclass(frozen=True)
 class SchedulePool:
-    """Ranks of this machine, each of which joins Megatron's groups; `timeout` seconds a call."""
+    """Ranks of this machine in Megatron's groups; `timeout` seconds a call."""
 
     timeout: float
 
@@ -86,25 +86,23 @@ def place(layout: Layout, timeout: float) -> Rank:
 
 
 def run_layout(layout: Layout, trial: Trial, rank: Rank, dtype: torch.dtype) -> Outcome:
-    """Run an optimizer step through `forward_backward` on this rank.
+    """Run an optimizer step through `forward_backward` on this rank; all stages return the same results.
 
-    All stages of a pipeline return the results together.
-
-    Padded rows run with `calculate_per_token_loss`, packed ones without: Megatron scales the loss by other factors then.
+    Padded rows run with `calculate_per_token_loss`, packed ones without: Megatron scales the loss differently then.
     """
     step = cut_step(trial, layout, rank, dtype, consume=layout.micro_batches > 1)
     step = replace(step, carries=_shared(step.carries.long(), trial.batch, layout) > 0)
     rows, width = trial.batch.rows, trial.batch.width
     places: list[tuple[int, int] | None] = [(row, column) for row in range(rows) for column in range(width)]
-    whole = Piece(list(range(rows)), [*places, None], None, None)  # and a row that padding looks up
+    whole = Piece(list(range(rows)), [*places, None], None, None)  # the last row is for padding
     config = build_config(
         num_layers=layout.pp, hidden_size=8 * layout.tp, num_attention_heads=layout.tp, dtype=dtype,
         cp_layout=layout.cp_layout, calculate_per_token_loss=layout.packing == "padded",
     )  # fmt: skip
     model = wrap_model(_Stage(config, step.local(trial.batch.logits, whole).to(rank.device, dtype)))
     model.zero_grad_buffer()
-    loss_fn, context = _Shares(step.loss_fn), Context.present(layout.cp_layout)
-    batches = [_micro_batch(*one, context) for one in zip(step.pieces, step.datas, strict=True)]
+    loss_fn, context = _Recorded(step.loss_fn), Context.present(layout.cp_layout)
+    batches = [_micro_batch(*pair, context) for pair in zip(step.pieces, step.datas, strict=True)]
     report = forward_backward(model, loss_fn, batches, groups=rank.groups)
     [parameter] = model.parameters()
     grad = gradient(parameter)
@@ -112,9 +110,9 @@ def run_layout(layout: Layout, trial: Trial, rank: Rank, dtype: torch.dtype) -> 
     want = _shared(trial.want.gradient, trial.batch, layout)
     grad, truth = grad.cpu().double(), step.local(want, whole, poison=False).double()
     metrics = report.floats()
-    del metrics["empty_rows"]  # of the step, whatever the loss is
+    del metrics["empty_rows"]  # a metric of the step, not of the loss
     outcome = Outcome(
-        sum(loss_fn.shares), metrics, 0.0, "", rank.place, torch.zeros(3, rows, width, dtype=torch.float64)
+        sum(loss_fn.values), metrics, 0.0, "", rank.place, torch.zeros(3, rows, width, dtype=torch.float64)
     )
     if grad.dim() == 1:  # a later stage
         truth = truth.sum(0)
@@ -123,7 +121,7 @@ def run_layout(layout: Layout, trial: Trial, rank: Rank, dtype: torch.dtype) -> 
         if bool((grad[truth == 0] != 0).any()):
             text = f"{layout.name}: a masked place or a padding column has a gradient"
             outcome = outcome._replace(stray=text, padding_gradient=bool((grad[:, padding] != 0).any()))
-        for piece in step.pieces:  # of the sum over ranks, this one answers for its own places
+        for piece in step.pieces:  # this rank counts its own places of the sum over ranks
             at = _places(piece, width)
             add_to_maps(outcome.maps, piece, grad[at], truth[at])
         outcome = outcome._replace(squared_error=outcome.maps[2].sum().item())
@@ -141,7 +139,7 @@ def _shared(whole: Tensor, batch: Batch, layout: Layout) -> Tensor:
 
 
 def _joined(layout: Layout, mine: Outcome, off: float) -> Outcome:
-    """Join the first stage's gradient with the last one's loss; `off` holds the stages' relative errors."""
+    """Join the first stage's gradient with the last one's loss; `off` is this stage's relative error."""
     of_stages = [(mine, off)] * layout.pp
     if layout.pp > 1:
         dist.all_gather_object(of_stages, (mine, off), group=parallel_state.get_pipeline_model_parallel_group())
@@ -155,13 +153,13 @@ def _joined(layout: Layout, mine: Outcome, off: float) -> Outcome:
 
 
 def _places(piece: Piece, width: int) -> Tensor:
-    """[T_local] rows of the table; the last one for padding."""
+    """Return [T_local] rows of the table; −1, the last row, for padding."""
     rows, columns, there = piece.indices()
     return torch.where(there, rows * width + columns, -1)
 
 
 def _micro_batch(piece: Piece, data: Mapping[str, Tensor], context: Context) -> MicroBatch:
-    ids = data["input_ids"].clamp(min=0)  # wild ids stand where no loss is carried; the model looks places up, not ids
+    ids = data["input_ids"].clamp(min=0)  # wild ids are at places without loss; the model looks up places, not ids
     if piece.tree is not None:
         packed, model_input = None, tree_input(piece.tree, context, ids.device)
     elif piece.cu_seqlens is None:
@@ -175,9 +173,9 @@ def _micro_batch(piece: Piece, data: Mapping[str, Tensor], context: Context) -> 
 
 
 class _Stage(MegatronModule):
-    """One pipeline stage: the first looks its tokens up in the table, each other one adds a bias of zeros."""
+    """One pipeline stage: the first looks its tokens up in the table, each later one adds a bias of zeros."""
 
-    model_type, share_embeddings_and_output_weights = ModelType.encoder_or_decoder, False  # the schedule asks
+    model_type, share_embeddings_and_output_weights = ModelType.encoder_or_decoder, False  # read by the schedule
 
     def __init__(self, config: TransformerConfig, table: Tensor) -> None:
         super().__init__(config)
@@ -189,11 +187,11 @@ class _Stage(MegatronModule):
         self.received: Tensor | None = None
 
     def set_input_tensor(self, input_tensor: Tensor | list[Tensor | None] | None) -> None:
-        """Take what the stage before sent, as Megatron's schedule hands it over."""
+        """Receive the previous stage's output from Megatron's schedule."""
         self.received = input_tensor[0] if isinstance(input_tensor, list) else input_tensor
 
     def forward(self, tokens: Tensor, positions: Tensor, mask: None, packed_seq_params: object = None) -> Tensor:
-        """[S/cp, B, V/tp] for the next stage, [B, S/cp, V/tp] for the loss."""
+        """Return [S/cp, B, V/tp] for the next stage, or [B, S/cp, V/tp] for the loss."""
         if self.pre_process:
             out = self.table[tokens.t().contiguous()]
         else:
@@ -202,13 +200,13 @@ class _Stage(MegatronModule):
         return out.transpose(0, 1).contiguous() if self.post_process else out
 
 
-class _Shares(LossWrapper):
-    """A loss that remembers its shares."""
+class _Recorded(LossWrapper):
+    """Loss that records its local values."""
 
     def __init__(self, loss_fn: LossFunction) -> None:
-        self.loss_fn, self.shares = loss_fn, [0.0]
+        self.loss_fn, self.values = loss_fn, [0.0]
 
     def run(self, call: LossCall) -> tuple[Tensor, Metrics]:
         loss, metrics = self.loss_fn.run(call)
-        self.shares.append(loss.item())
+        self.values.append(loss.item())
         return loss, metrics

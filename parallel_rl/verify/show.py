@@ -22,10 +22,7 @@ _STYLE = (
 
 
 def table(reports: Sequence[Report]) -> None:
-    """Print a line for each layout, and the diagnoses.
-
-    Of several losses, each has a line with its largest errors.
-    """
+    """Print a line for each layout, or for each of several losses, and the diagnoses."""
     console = Console(highlight=False, soft_wrap=True, width=max(get_terminal_size().columns, _WIDTH))
     several = len(reports) > 1
     lines = Table(box=None, pad_edge=False)
@@ -53,7 +50,7 @@ def table(reports: Sequence[Report]) -> None:
 
 
 def _worst(report: Report) -> Row:
-    """Format a loss's largest errors and its first verdict that is not ok."""
+    """Make the row of a loss: its largest errors and its verdict."""
     if not report.rows:
         return Row("", math.nan, math.nan, math.nan, report.verdict)
     loss, gradient, metrics = (
@@ -68,9 +65,9 @@ def _number(value: float) -> str:
 
 
 def html(reports: Sequence[Report]) -> str:
-    """Return a page of the same numbers; it needs no scripts, and works by keyboard and on paper."""
+    """Return the reports as a page without scripts, for keyboard and paper too."""
     body = [
-        f"<h1>parallel-rl verify</h1><p>{sum(one.ok for one in reports)} of {len(reports)} losses obey the law.</p>"
+        f"<h1>parallel-rl verify</h1><p>{sum(report.ok for report in reports)} of {len(reports)} losses obey the law.</p>"
     ]
     body += [_section(report) for report in reports]
     return (
@@ -88,9 +85,9 @@ def _section(report: Report) -> str:
         for row in report.rows
     )
     entries = "".join(
-        f"<dt>{markup.escape(one.axis)}: {markup.escape(one.fault.name)}</dt>"
-        f"<dd>{markup.escape(one.text)}<br>Fix: {markup.escape(one.fault.fix)}.</dd>"
-        for one in report.findings
+        f"<dt>{markup.escape(finding.axis)}: {markup.escape(finding.fault.name)}</dt>"
+        f"<dd>{markup.escape(finding.text)}<br>Fix: {markup.escape(finding.fault.fix)}.</dd>"
+        for finding in report.findings
     )
     verdict = (
         f'<span class="{"ok" if report.ok else "bad"}">{"obeys the law" if report.ok else "breaks the law"}</span>'

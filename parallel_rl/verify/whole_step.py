@@ -1,4 +1,4 @@
-"""`parallel-rl verify --model`: one optimizer step of a user's Megatron model, from the words of the command line."""
+"""`parallel-rl verify --model`: check one optimizer step of a user's Megatron model."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def step_layouts(words: Sequence[str]) -> list[StepLayout]:
     ['tp2.padded.mb4', 'tp2.packed.mb4']
 
     Raises:
-        ValueError: an unknown axis, a value that is none of it, sizes that do not divide each other.
+        ValueError: an unknown axis or value, or sizes that do not divide each other.
     """
     axes: dict[str, list[int]] = {}
     for word in words:
@@ -48,7 +48,7 @@ def step_layouts(words: Sequence[str]) -> list[StepLayout]:
         axes["packed"] = axes.pop("packing")
     names, defaults = StepLayout._fields, StepLayout()
     every = [axes.get(name, [getattr(defaults, name)]) for name in names]
-    combined = [StepLayout(*one) for one in itertools.product(*every)]
+    combined = [StepLayout(*sizes) for sizes in itertools.product(*every)]
     for layout in combined:
         check_layout(layout)
     return combined
@@ -79,7 +79,7 @@ def run_model(arguments: argparse.Namespace) -> int:
     layouts = None if arguments.layouts is None else step_layouts(arguments.layouts)
     sys.path.insert(0, os.getcwd())  # the user's modules, also for the ranks
     try:
-        import parallel_rl.megatron  # noqa: F401  before megatron itself: it silences what a machine without a GPU knows
+        import parallel_rl.megatron  # noqa: F401  before megatron itself: it silences warnings about a missing GPU
     except ModuleNotFoundError as error:
         raise ValueError(f"--through megatron: {error}; pip install 'megatron-core>=0.15,<0.20' psutil") from None
     subject = _subject(arguments)
@@ -92,7 +92,7 @@ def run_model(arguments: argparse.Namespace) -> int:
 
 
 def _show(report: WholeStepReport, json_file: str | None) -> None:
-    """Print the report, or its JSON for the file "-"; write the JSON to any other file."""
+    """Print the report, or its JSON if the file is "-"; write the JSON to any other file."""
     text = json.dumps({"ok": report.ok, "models": [report.as_json()]}, indent=1)
     print(text if json_file == "-" else report, flush=True)
     if json_file and json_file != "-":
@@ -124,7 +124,7 @@ def _imported(option: str, text: str) -> object:
         raise ValueError(f"{option} {text} is not MODULE:OBJECT")
     try:
         imported = importlib.import_module(module)
-    except (Exception, SystemExit) as error:  # whatever a user's module does
+    except (Exception, SystemExit) as error:  # of the user's module
         raise ValueError(f"{option} {text}: {module} cannot be imported: {type(error).__name__}: {error}") from None
     if not hasattr(imported, name):
         public = [key for key in vars(imported) if not key.startswith("_")]
@@ -149,7 +149,7 @@ def _on_this_machine(
     def show(line: str) -> None:
         print(line, file=sys.stderr, flush=True)
 
-    close()  # ranks that an earlier call left do not know where the user's modules are
+    close()  # ranks of an earlier call lack the user's modules in their path
     try:
         return check_subject(subject, PoolRanks(timeout), layouts, show if not quiet and sys.stderr.isatty() else None)
     finally:

@@ -1,4 +1,4 @@
-"""Losses, frameworks and layouts by the words of the command line, such as `tp=1,2 cp=1,2`."""
+"""Losses, frameworks and layouts from command-line arguments, such as `tp=1,2 cp=1,2`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from parallel_rl.testing.cases import Case, Subject
 from parallel_rl.testing.layouts import Layout
 from parallel_rl.testing.subjects import subject_of
 
-_NEEDED: dict[str, dict[str, object]] = {  # what has no default
+_NEEDED: dict[str, dict[str, object]] = {  # options without a default
     "prm": {"placeholder_token_id": PLACEHOLDER, "reward_token_ids": REWARD_IDS},
     "components": {
         "components": {
@@ -31,7 +31,7 @@ _NEEDED: dict[str, dict[str, object]] = {  # what has no default
 
 
 def every_loss() -> list[Subject]:
-    """Return all registered losses with default options; name those without on standard error."""
+    """Return all registered losses with default options; print the others' names on standard error."""
     cases: list[Subject] = []
     for name in losses():
         case = Case(name, _NEEDED.get(name, {}))
@@ -45,9 +45,7 @@ def every_loss() -> list[Subject]:
 
 
 def find_loss(text: str, options: dict[str, object], fields: tuple[str, ...] = ()) -> Subject:
-    """Find a registered loss, or the `module:object` of a user.
-
-    The object is a class, an instance, a function with the call of `LossFn`, or the name of a registered loss.
+    """Find a registered loss, or a user's `module:object`: a class, instance, function or registered name.
 
     >>> find_loss("nll", {"aggregation": "seq-mean-token-mean"}).name
     'nll-aggregation=seq-mean-token-mean'
@@ -71,7 +69,7 @@ def find_loss(text: str, options: dict[str, object], fields: tuple[str, ...] = (
 def _imported(module: str, name: str) -> object:
     try:
         imported = importlib.import_module(module)
-    except (Exception, SystemExit) as error:  # whatever a user's module does
+    except (Exception, SystemExit) as error:  # of the user's module
         raise ValueError(
             f"--loss {module}:{name}: {module} cannot be imported: {type(error).__name__}: {error}"
         ) from None
@@ -94,13 +92,10 @@ _AXES = ("tp", "cp", "dp", "pp", "micro", "packing", "cp_layout")
 
 
 def of_words(words: Sequence[str]) -> list[Layout]:
-    """Parse `tp=1,2 cp=1,2` into the product of layouts.
+    """Parse `tp=1,2 cp=1,2` into the product of layouts; ValueError for an unknown axis or value.
 
     >>> [layout.name for layout in of_words(["tp=1,2", "packing=packed"])]
     ['tp1.cp1.dp1.packed.mb1.zigzag', 'tp2.cp1.dp1.packed.mb1.zigzag']
-
-    Raises:
-        ValueError: an unknown axis, or a value that is none of it.
     """
     values_of: dict[str, list[str]] = {}
     for word in words:
@@ -135,14 +130,11 @@ def _listed(values_of: dict[str, list[str]], name: str, known: Sequence[str]) ->
 
 
 def through_host(host: str, subject: Subject) -> Subject:
-    """Return the loss of a subject as `host` calls it, over data ranks and micro-batches.
+    """Adapt a subject's loss to a host's call; ValueError for an unknown host or an unsuitable loss.
 
     >>> from parallel_rl.testing import Case
     >>> through_host("verl", Case("policy")).name
     'policy through verl'
-
-    Raises:
-        ValueError: an unknown host; a loss that it cannot feed.
     """
     if host not in FRAMEWORKS:
         raise ValueError(f"--through {host}: unknown host; supported are {', '.join(FRAMEWORKS)}")

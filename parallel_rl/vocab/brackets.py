@@ -2,8 +2,7 @@
 
 The first pass weighs each row by bins; one all-reduce finds the threshold's bin. The second copies that bin's logits, about
 a hundredth of the row, and sums exactly those above. Bins are inexact float32 sums: the caller searches rows whose threshold
-is not among the copies, or with too many equal logits. A CPU copies any number of logits; a card a fixed number, in the
-kernels of `backends.triton.threshold`.
+is not among the copies, or with too many equal logits. A CPU copies any number of logits, a card a fixed number.
 """
 
 from __future__ import annotations
@@ -67,7 +66,7 @@ class _Bins(NamedTuple):
     def bracket(self, first: Tensor, last: Tensor) -> Bracket:
         """Return the bracket of the bins from `first` to `last`, [T, 1] each, slightly widened for rounding.
 
-        As the first bin 2.5 excludes half of bin 2, as the last it includes half of bin 3.
+        A fraction cuts a bin: from 2.5 begins in the middle of bin 2, to 2.5 ends in the middle of bin 3.
         """
         high = torch.where(first < 1, torch.inf, self.end - (first - 1.01) / self.rate)
         low = torch.where(last > _BINS, -torch.inf, self.end - (last + 0.01) / self.rate)
@@ -82,7 +81,7 @@ def find_brackets(
     # the ids from the threshold down hold at least 1 − p of the mass, so the threshold's own holds a V-th of that
     bins = _window(z, min(_NO_MASS, math.log(vocab_size / (1 - top_p)) + 1) / inv_t, group)
     sums = torch.zeros(1 if top_k is None else 2, len(z), _BINS + 2)
-    largest, one = torch.full_like(bins.end, -torch.inf), torch.ones(1, 1)
+    largest, unit = torch.full_like(bins.end, -torch.inf), torch.ones(1, 1)
     for rows in even_blocks(z, _BIN_SCRATCH):
         for part in z[rows].split(_BIN_SCRATCH, 1) if z.shape[1] else ():
             x = part.to(bins.end.dtype)
@@ -92,7 +91,7 @@ def find_brackets(
             mass = x.mul_(rows_of(inv_t, rows)).exp_()
             sums[0, rows].scatter_add_(1, number, mass.to(sums.dtype))
             if top_k is not None:
-                sums[1, rows].scatter_add_(1, number, one.expand(number.shape))
+                sums[1, rows].scatter_add_(1, number, unit.expand(number.shape))
     reduce_(sums, group)
     held, brackets = sums[0].cumsum_(1), []
     low = high = held[:, -1:]
@@ -134,8 +133,8 @@ def count_brackets(
     wanted = cut + (total - cut) * (1 - top_p)
     at = (tail[:, 1:] >= wanted).sum(1, keepdim=True)
     of_bin = mass.gather(1, at)
-    share = (wanted - tail.gather(1, at) + of_bin) / of_bin.clamp(min=torch.finfo(mass.dtype).tiny)
-    place = up_to.gather(1, at) - share.clamp(0, 1) * counts.gather(1, at)
+    fraction = (wanted - tail.gather(1, at) + of_bin) / of_bin.clamp(min=torch.finfo(mass.dtype).tiny)
+    place = up_to.gather(1, at) - fraction.clamp(0, 1) * counts.gather(1, at)
     return Brackets([*brackets, _around(bins, counts, up_to, at, place, vocab_size)], largest)
 
 
@@ -172,8 +171,8 @@ def _window(z: Tensor, reach: Tensor, group: ProcessGroup | None) -> _Bins:
     if z.shape[1]:
         spans, columns = _SAMPLES
         span = max(1, z.shape[1] // spans)
-        some = z[:, : z.shape[1] // span * span].unflatten(1, (-1, span))[..., :columns].flatten(1)
-        ends = torch.cat([some.amax(1, True), some.amin(1, True).neg_()], 1).to(ends.dtype)
+        sampled = z[:, : z.shape[1] // span * span].unflatten(1, (-1, span))[..., :columns].flatten(1)
+        ends = torch.cat([sampled.amax(1, True), sampled.amin(1, True).neg_()], 1).to(ends.dtype)
     reduce_(ends, group, dist.ReduceOp.MAX)
     end, width = ends[:, :1], ends.sum(1, keepdim=True)
     width = width.minimum(reach.to(width.dtype))
@@ -181,12 +180,12 @@ def _window(z: Tensor, reach: Tensor, group: ProcessGroup | None) -> _Bins:
     return _Bins(torch.where(end.isfinite(), end, 0.0), rate)
 
 
-def copy_candidates(z: Tensor, low: Tensor, high: Tensor, beside: Callable[[slice], None]) -> list[Candidates]:
-    """Copy the logits in each bracket [T, brackets] and call `beside` per block of rows: one read."""
+def copy_candidates(z: Tensor, low: Tensor, high: Tensor, on_rows: Callable[[slice], None]) -> list[Candidates]:
+    """Copy the logits in each bracket [T, brackets] and call `on_rows` per block of rows: one read."""
     most = max(64, z.shape[1] // _MOST)
     copies: list[list[tuple[Tensor, Tensor]]] = [[] for _ in range(low.shape[1])]
     for rows in even_blocks(z, _COPY_SCRATCH, least=4):
-        beside(rows)
+        on_rows(rows)
         for index, parts in enumerate(copies):
             inside = z[rows] >= low[rows, index : index + 1]
             inside &= z[rows] < high[rows, index : index + 1]

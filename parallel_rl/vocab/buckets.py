@@ -93,8 +93,8 @@ class _Buckets(torch.autograd.Function):
         for part in row_blocks(z) if valid else ():
             others = _others(z[part, :valid], columns[part], here[part], dtype)
             bits = others.sub_(top[part]).mul_(rows_of(inv_t, part)).sub_(log_rest[part])
-            both = bits.exp_().mul_(of_rest[part]).scatter_add_(1, columns[part], at_columns[part])
-            dz[part, :valid] = torch.where(keep[part, None], both, 0.0).to(dz.dtype)
+            gradient = bits.exp_().mul_(of_rest[part]).scatter_add_(1, columns[part], at_columns[part])
+            dz[part, :valid] = torch.where(keep[part, None], gradient, 0.0).to(dz.dtype)
         if ctx.consumed:  # type: ignore[attr-defined]
             mark_consumed(dz)
         return dz, *(None,) * 5

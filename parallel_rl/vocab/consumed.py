@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.autograd.function import FunctionCtx
 
-# an attribute of the storage: shared by every view, gone with the memory
+# attributes of the storage: shared by every view, gone with the memory
 _MARK = "_parallel_rl_gradient_at_version"
 _HIDDEN = "_parallel_rl_hidden_states"
 
@@ -30,8 +30,8 @@ def check_not_consumed(logits: Tensor) -> None:
         return
     if getattr(logits.untyped_storage(), _MARK, None) == logits._version:
         raise ValueError(
-            "the logits were given up by consume_logits=True, and a backward wrote its gradient over them; compute them again, "
-            "or give them up only in the last call that reads them"
+            "the logits were consumed by consume_logits=True, and a backward wrote its gradient over them; compute them again, "
+            "or consume them only in the last call that reads them"
         )
 
 
@@ -52,7 +52,7 @@ def check_no_hidden_states(logits: Tensor) -> None:
     if not torch.compiler.is_compiling() and hasattr(logits.untyped_storage(), _HIDDEN):
         raise ValueError(
             f"the model has a fused head, so its output {list(logits.shape)} is hidden states, not logits; give "
-            "head(output), where head is what `fuse_head` gave, or pass it as head= to `megatron_loss_func`"
+            "head(output), where head is what `fuse_head` returned, or pass it as head= to `megatron_loss_func`"
         )
 
 
@@ -88,7 +88,7 @@ def saved_logits(ctx: FunctionCtx) -> tuple[Tensor, ...]:
         if "inplace" not in str(error):
             raise
         raise RuntimeError(
-            "the logits changed between this loss's forward and its backward: another loss that read them gave them up "
+            "the logits changed between this loss's forward and its backward: another loss that read them consumed them "
             f"(consume_logits=True), or they were written in place. {error}"
         ) from None
     return saved

@@ -50,8 +50,7 @@ def divergence_of_shards(
     tensor([0.1109])
 
     Args:
-        student, teacher: [T, V/tp] this rank's columns, any float dtypes; columns beyond `shard.valid` are never read. −inf
-            excludes a token id.
+        student, teacher: [T, V/tp] this rank's columns, any float dtypes, read up to `shard.valid`. −inf excludes a token id.
         keep: [T] bool; other rows are 0 with gradient 0.
         shard: of both; its temperature T_q is the student's, `consume_logits` consumes the student's logits.
 
@@ -118,7 +117,7 @@ def _normaliser(parts: Tensor, inv_t: Tensor) -> Tensor:
 def _over_rows(
     function: Callable[..., Tensor], divergence: Divergence, backend: Backend, z: Tensor, *others: Tensor
 ) -> Iterator[tuple[slice, Tensor]]:
-    """Yield (rows, the function of them) in blocks, so no second shard is in memory."""
+    """Yield (rows, the function's result) block by block, so that no second shard is in memory."""
     function = compiled(function) if z.shape[1] > 0 and compiles(z, backend) else function
     for part in row_blocks(z):
         yield part, function(divergence, *(x[part] for x in (z, *others)))

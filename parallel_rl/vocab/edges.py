@@ -19,17 +19,12 @@ if TYPE_CHECKING:
 
 
 class Branches(NamedTuple):
-    """Further targets of X rows in a backward.
+    """Further targets of X rows in a backward."""
 
-    Attributes:
-        rows: [X] in order. bounds: [T + 1] of the further targets of each row.
-        columns: [X] on this shard, −1 if another holds it. upstream: [X] gradients of the log-probs.
-    """
-
-    rows: Tensor
-    bounds: Tensor
-    columns: Tensor
-    upstream: Tensor
+    rows: Tensor  # [X] in order
+    bounds: Tensor  # [T + 1] of the further targets of each row
+    columns: Tensor  # [X] on this shard, −1 if another holds it
+    upstream: Tensor  # [X] gradients of the log-probs
 
 
 class Entries(NamedTuple):
@@ -72,7 +67,7 @@ def split_edges(
 def branch_gradient(z: Tensor, spec: RowSpec, rows: Tensor, upstream: OutputGrads, further: Branches) -> Entries | None:
     """Compute the gradient at the further targets, rounded once; None for an empty shard.
 
-    A target of another shard maps to its row's column 0, whose entry keeps its value, with a target's part there.
+    A target of another shard maps to column 0 of its row, and writes the value that column 0 has anyway.
     """
     if not z.shape[1] or not spec.valid:
         return None

@@ -72,9 +72,9 @@ def sample_tokens(
         if logits.dim() < 1 or not logits.is_floating_point():
             raise ValueError(f"logits must be floating point [..., V/tp], got {logits.dtype} {list(logits.shape)}")
         if keys.dtype != torch.int64 or keys.shape != logits.shape[:-1]:
-            want = list(logits.shape[:-1])
+            shape = list(logits.shape[:-1])
             raise ValueError(
-                f"keys must be int64 {want}, one per row of the logits, got {keys.dtype} {list(keys.shape)}"
+                f"keys must be int64 {shape}, one per row of the logits, got {keys.dtype} {list(keys.shape)}"
             )
         if not 0 <= temperature < math.inf:
             raise ValueError(f"temperature = {temperature} must be a number >= 0 (0 is greedy)")
@@ -98,9 +98,9 @@ def sample_tokens(
     value, token = _best_of_group(best, group)
     if checks_values(logits) and not bool(value.isfinite().all()):
         row = int((~value.isfinite()).nonzero()[0])
-        held = {math.inf: "+inf", -math.inf: "only -inf"}.get(float(value[row]), "NaN")
+        values = {math.inf: "+inf", -math.inf: "only -inf"}.get(float(value[row]), "NaN")
         raise ValueError(
-            f"row {row} of the logits (counted over all leading dimensions) has {held}; nothing can be drawn"
+            f"row {row} of the logits (counted over all leading dimensions) has {values}; nothing can be drawn"
         )
     return token.view(keys.shape)
 

@@ -20,9 +20,7 @@ if TYPE_CHECKING:
 
     from parallel_rl.vocab.backends.choice import Backend
 
-
-#: vocabulary sizes whose shards are known to fit together
-_SPANS: WeakKeyDictionary[ProcessGroup, set[int]] = WeakKeyDictionary()
+_SPANS: WeakKeyDictionary[ProcessGroup, set[int]] = WeakKeyDictionary()  # vocabulary sizes whose shards fit together
 
 
 @dataclass(frozen=True)
@@ -104,7 +102,7 @@ class VocabShard:
         )  # fmt: skip
 
     def at(self, rows: slice | Tensor) -> VocabShard:
-        """Restrict to some rows: with their temperatures, if each has its own."""
+        """Restrict to some rows, with their temperatures."""
         per_token = isinstance(self.temperature, torch.Tensor) and self.temperature.dim() > 0
         return replace(self, temperature=self.temperature[rows]) if per_token else self  # type: ignore[index]
 
@@ -148,9 +146,9 @@ def check_spans(
             break
         end += count
     if end != size or any(first + count > end for first, count in spans):
-        said = ", ".join(f"[{first}, {first + count})" for first, count in spans)
+        listed = ", ".join(f"[{first}, {first + count})" for first, count in spans)
         raise ValueError(
-            f"vocab_start: the columns of the tensor ranks are {said}; they must be [0, vocab_size = {size}) without a hole "
+            f"vocab_start: the columns of the tensor ranks are {listed}; they must be [0, vocab_size = {size}) without a hole "
             "and without overlap"
         )
     known.add(size)

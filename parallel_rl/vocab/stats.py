@@ -115,7 +115,7 @@ def token_stats(
 def stats_of_shard(
     logits: Tensor, targets: Tensor, keep: Tensor, shard: VocabShard, floor: Tensor | None = None
 ) -> TokenStats:
-    """Compute `token_stats` after its checks; `keep` [...] marks the tokens that count.
+    """Compute `token_stats` of the tokens `keep` [...] after its checks.
 
     floor: [T, 1] the smallest logit that each row keeps; None keeps all, for any `shard.truncation`.
     """
@@ -130,9 +130,8 @@ def stats_of_edges(logits: Tensor, targets: Tensor, keep: Tensor, shard: VocabSh
     """Compute statistics of rows with several targets: log-probs [T + X], −inf without one; others [T].
 
     Args:
-        logits: [T, V/tp].
+        logits: [T, V/tp]. keep: [T].
         targets: [T + X] the target of each row, −1 for none or several; then those of the branching rows.
-        keep: [T] the rows that count.
         branches: [X] the row of each further target, in order.
     """
     inv_t = shard.inverse_temperature(math_dtype(logits.dtype), logits.device)
@@ -212,8 +211,8 @@ def check_logits(logits: Tensor, consume_logits: bool, backend: Backend) -> None
     """Check the logits' shape, dtype and device against the options, without reading a value.
 
     Raises:
-        ValueError: fewer than two dimensions, integers, consume_logits=True without contiguous memory, consumed logits,
-            hidden states of a fused head, a transform of torch.func, a backend that cannot run here.
+        ValueError: a wrong shape or dtype, consume_logits=True without contiguous memory, consumed logits, hidden states of a
+            fused head, a transform of torch.func, a backend that cannot run here.
     """
     if not logits.is_floating_point() or logits.dim() < 2:
         raise ValueError(

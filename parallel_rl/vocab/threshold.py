@@ -1,18 +1,16 @@
 """Smallest logit that a top-k or top-p row keeps, from vocabulary shards, without gathering or sorting them.
 
-It is the largest τ with H(τ) ≥ target, where
+It is the largest τ with H(τ) ≥ target, so ties at the threshold and the largest logit stay:
 
     top-k:  H(τ) = #{v: z_v ≥ τ}                         target = k
     top-p:  H(τ) = Σ_{z_v ≥ τ} e^{(z_v − max z)/T}         target = p · H(−∞), over what top-k left
 
-so ties at the threshold and the largest logit stay. τ is found digit by digit on the ordered bit patterns of the logits'
-dtype, with one all-reduce of [T, 8] integers a digit. Masses are integers, too, multiples of a fixed fraction of the largest
-one, so their sums depend on no order and no split.
+τ is found digit by digit on the ordered bit patterns of the logits' dtype, with one all-reduce of [T, 8] integers a digit.
+Masses are integers, multiples of a fixed fraction of the largest one, so their sums depend on no order and no split.
 
-Top-p searches among a few logits of each row, which `brackets` finds in two reads of the shard. Rows whose threshold is not
-among them read the shard for each digit: on a CPU after the others; on a card together, in the kernels of
-`backends.triton.threshold`, so nothing waits for their number and ranks call the same collectives. Top-k alone reads the
-shard for each digit, as does top-p on a card without Triton or traced by torch.compile for a CPU.
+Top-p searches among a few logits of each row, which `brackets` finds in two reads. Rows whose threshold is not among them
+read the shard for each digit: on a CPU afterwards; on a card together with the others, so that no rank waits for their number.
+Top-k alone reads the shard for each digit, as does top-p on a card without Triton or traced by torch.compile for a CPU.
 """
 
 from __future__ import annotations
@@ -45,8 +43,7 @@ if TYPE_CHECKING:
     from parallel_rl.vocab.shards import VocabShard
 
 _DIGIT = 3  # bits of the threshold per pass
-# a search makes several passes, and eager ones are slow: compiling pays from fewer logits on than for one pass
-_COMPILE_FROM = 1 << 18
+_COMPILE_FROM = 1 << 18  # logits: a search makes several passes, so compiling pays earlier than for one pass
 _SCRATCH = 1 << 12  # candidates weighed at once
 # bits of a float, the integer of that size, and the pattern of +inf
 _PATTERNS = {

@@ -53,8 +53,7 @@ def gather_columns(logits: Tensor, ids: Tensor, keep: Tensor, shard: VocabShard)
 def column_log_probs(logits: Tensor, ids: Tensor, keep: Tensor, shard: VocabShard) -> tuple[Tensor, Tensor]:
     """Compute log-probs of each row's own columns under softmax(z / temperature), and its entropy.
 
-    Forward: one all-gather of [T, 4] and one all-reduce of [T, K] floats. Backward: no collective; both gradients are summed
-    before rounding to the logits' dtype.
+    Forward: one all-gather of [T, 4] and one all-reduce of [T, K] floats. Backward: no collective.
 
     >>> from parallel_rl.vocab.shards import VocabShard
     >>> column_log_probs(torch.zeros(1, 4), torch.tensor([[2, 0]]), torch.tensor([True]), VocabShard.of(4))
@@ -114,12 +113,12 @@ def top_columns(logits: Tensor, k: int, shard: VocabShard) -> tuple[Tensor, Tens
     """
     if isinstance(k, bool) or not isinstance(k, int) or not 1 <= k <= shard.vocab_size:
         raise ValueError(f"k = {k!r} must be an integer in [1, vocab_size = {shard.vocab_size}]")
-    rows, mine = logits.shape[0], min(k, shard.valid)
+    rows, local_k = logits.shape[0], min(k, shard.valid)
     best = logits.new_full((rows, k), -torch.inf, dtype=math_dtype(logits.dtype))
     ids = torch.full((rows, k), shard.vocab_size, dtype=torch.int64, device=logits.device)
-    if mine > 0:
-        values, columns = _top_of_shard(logits[:, : shard.valid], mine)
-        best[:, :mine], ids[:, :mine] = values.to(best.dtype), columns + shard.start
+    if local_k > 0:
+        values, columns = _top_of_shard(logits[:, : shard.valid], local_k)
+        best[:, :local_k], ids[:, :local_k] = values.to(best.dtype), columns + shard.start
     best, ids = (all_gather(part, shard.group).transpose(0, 1).flatten(1) for part in (best, ids))
     # a shard's padding may tie with a real −inf, whose id is smaller
     order = ids.argsort(dim=1, stable=True)
@@ -136,9 +135,9 @@ def _top_of_shard(z: Tensor, k: int) -> tuple[Tensor, Tensor]:
     values, columns = z.topk(k, dim=1)
     last = values[:, -1:]
     above = (values > last).sum(1, keepdim=True)
-    every = torch.arange(z.shape[1], dtype=torch.int32, device=z.device)
+    all_columns = torch.arange(z.shape[1], dtype=torch.int32, device=z.device)
     for rows in row_blocks(z):
-        ties = torch.where(z[rows] == last[rows], every, z.shape[1])
+        ties = torch.where(z[rows] == last[rows], all_columns, z.shape[1])
         first = ties.topk(k, dim=1, largest=False).values
         nth = torch.arange(k, device=z.device) - above[rows]
         columns[rows] = torch.where(nth < 0, columns[rows], first.gather(1, nth.clamp(min=0)).to(torch.int64))
@@ -202,8 +201,8 @@ class _ColumnLogProbs(torch.autograd.Function):
         dz[:, valid:] = 0
         for part in row_blocks(z[:, :valid]) if valid else ():
             # in the mathematics' dtype: two rounded gradients could leave only rounding
-            both = logits_gradient(z[part, :valid], inv_t, rows[part], keep[part])
-            dz[part, :valid] = both.scatter_add_(1, columns[part], at_columns[part]).to(dz.dtype)
+            gradient = logits_gradient(z[part, :valid], inv_t, rows[part], keep[part])
+            dz[part, :valid] = gradient.scatter_add_(1, columns[part], at_columns[part]).to(dz.dtype)
         if ctx.consumed:  # type: ignore[attr-defined]
             mark_consumed(dz)
         return dz, *(None,) * 5

@@ -47,9 +47,8 @@ def truncated_token_stats(
 
     Ties with the last kept logit, and the largest logit, always stay. The threshold needs no sorting or gathering, only small
     all-reduces of [tokens, 8] integers (6 for 16-bit logits, 11 for float32), and is the same for every split. Top-p reads
-    the logits twice for it, and rows with thousands of equal logits at the threshold again for each all-reduce; top-k alone,
-    and a card without Triton, read for each all-reduce. A card copies up to a thirty-second of the logits meanwhile, with
-    top-k twice that. Gradients pass through the kept logits; the kept set is a constant.
+    the logits twice for it; top-k alone, and a card without Triton, read them for each all-reduce. A card copies up to a
+    thirty-second of the logits, with top-k twice that. Gradients pass through the kept logits; the kept set is a constant.
 
     >>> truncated_token_stats(torch.tensor([[1.0, 2.0, 3.0, 4.0]] * 2), torch.tensor([3, 0]), top_k=2).logprobs
     tensor([-0.3133,    -inf])

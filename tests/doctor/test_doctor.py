@@ -69,7 +69,7 @@ def test_known_faults_of_the_installed_megatron() -> None:
 
 def test_a_run_reaches_some_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
     """By its config alone; what it reaches and its step avoids is no warning."""
-    monkeypatch.setattr(doctor_faults, "_ASK", dict.fromkeys(doctor_faults._ASK, lambda: "shown"))
+    monkeypatch.setattr(doctor_faults, "_CHECKS", dict.fromkeys(doctor_faults._CHECKS, lambda: "shown"))
     reached = RunFacts(tensor=2, sequence_parallel=True, sinks=True, balanced=True)
     found = {each.subject.partition(" (")[0]: each for each in ask_faults(reached)}
     assert {each.severity for each in found.values()} == {"note"}
@@ -110,7 +110,7 @@ def test_settings_that_hurt() -> None:
 def test_the_command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Text and JSON say the same; a config's layers are those that the trainer would build here."""
     monkeypatch.setattr(
-        doctor_faults, "_ASK", dict.fromkeys(doctor_faults._ASK, lambda: "shown")
+        doctor_faults, "_CHECKS", dict.fromkeys(doctor_faults._CHECKS, lambda: "shown")
     )  # run in the slow test
     config = str(ROOT / "configs/grpo_arithmetic.yaml")
     assert main(["doctor", "--config", config, "--json"]) == 0

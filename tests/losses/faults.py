@@ -57,7 +57,7 @@ FAULTS = [
     Fault("a token too few", r"leading shape \[4, \d\]; .* needs \[4, \d\]", logits(lambda z: z[:, 1:])),
     Fault("a packed row", r"for a packed row wrap the loss: SequencePackingLossWrapper\(loss_fn, cu_seqlens\)",
           logits(lambda z: z.flatten(0, 1)[None])),
-    Fault("logits given up", "the logits were given up by consume_logits=True, and a backward wrote", given_up,
+    Fault("logits given up", "the logits were consumed by consume_logits=True, and a backward wrote", given_up,
           by_value=True),
     Fault("strided logits to consume", r"consume_logits=True .* contiguous; got strides", strided),
     # the vocabulary

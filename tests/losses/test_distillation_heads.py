@@ -34,7 +34,7 @@ def heads(**change: Any) -> tuple[LMHeadInput, dict[str, Any]]:
 BAD: list[tuple[dict[str, Any], str]] = [
     (
         {"weight": torch.zeros(VOCAB + 1, WIDER, dtype=torch.float64)},
-        r"the teacher's head has 10 rows, which are words \[0, 10\) of the vocabulary; the student's 9 are words \[0, 9\)",
+        r"the teacher's head has 10 rows, which are token ids \[0, 10\); the student's 9 are token ids \[0, 9\)",
     ),
     (
         {"weight": torch.zeros(VOCAB, D, dtype=torch.float64)},

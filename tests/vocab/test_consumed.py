@@ -21,7 +21,7 @@ from parallel_rl.vocab.truncated_stats import truncated_token_stats
 T, V = 4, 37
 TARGETS = torch.arange(T)
 KEEP = torch.ones(T, dtype=torch.bool)
-GIVEN_UP = "the logits were given up by consume_logits=True, and a backward wrote its gradient over them"
+GIVEN_UP = "the logits were consumed by consume_logits=True, and a backward wrote its gradient over them"
 
 
 def make() -> Tensor:

@@ -16,7 +16,7 @@ from parallel_rl.vocab.backends.triton.cuts import CUTS, tiling  # isort: skip
 __all__ = ["_cache"]
 POINTERS = {
     "end": "*fp32", "rate": "*fp32", "inv_t": "*fp64", "low": "*fp32", "high": "*fp32", "top": "*fp64", "unit": "*fp64",
-    "found": "*i32", "missed": "*i1", "before": "*i64", "pivots": "*fp32", "floor": "*fp32",
+    "copied": "*i32", "missed": "*i1", "before": "*i64", "pivots": "*fp32", "floor": "*fp32",
 }  # fmt: skip
 OPTIONS: list[Any] = [
     ("bins", {"BINS": 128}),

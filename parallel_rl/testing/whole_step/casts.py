@@ -30,7 +30,7 @@ def _cast(value: Any, dtype: torch.dtype) -> Any:
     if isinstance(value, Tensor) and value.is_floating_point():
         return value.to(dtype)
     if type(value) in (tuple, list):
-        return type(value)(_cast(one, dtype) for one in value)
+        return type(value)(_cast(item, dtype) for item in value)
     if isinstance(value, Mapping):
-        return {name: _cast(one, dtype) for name, one in value.items()}
+        return {name: _cast(item, dtype) for name, item in value.items()}
     return value

@@ -41,7 +41,7 @@ def check_subject(
     if vocabulary > VOCABULARY:
         notes.append(f"the vocabulary stays at {vocabulary}: the provider takes no vocab_size")
     rows: list[Compared] = []
-    local: set[bool] = set()  # settings with which micro-batches do not weigh alike: compared with as many of them
+    local: set[bool] = set()  # settings whose micro-batches weigh differently: one process runs as many
     bound = worlds.bound
     for layout in chosen:
         hung = [row.layout.name for row in rows if row.hung]
@@ -71,7 +71,7 @@ def check_subject(
 
 
 def _for_script(layouts: Sequence[StepLayout], model: ModelFacts, padded: bool) -> list[StepLayout]:
-    """Add one-process layouts with several micro-batches, one for each setting in use, before the others."""
+    """Put one-process layouts with several micro-batches first, one for each setting in use."""
     if padded:
         layouts = [layout._replace(packed=False) for layout in layouts]
     settings = sorted({layout.per_token for layout in layouts}, reverse=True)
@@ -82,7 +82,7 @@ def _for_script(layouts: Sequence[StepLayout], model: ModelFacts, padded: bool) 
 def _worlds(
     subject: StepSubject, layouts: Sequence[StepLayout], model: ModelFacts, ranks: Ranks
 ) -> tuple[Worlds, list[str]]:
-    """Choose the precision of the one-process step: float64, or float32 if a module refuses float64."""
+    """Choose the one-process step's precision: float64, or float32 if a module refuses it."""
     notes, layers = list(model.notes), layers_for(list(layouts))
     worlds = Worlds(subject, layers, torch.float64, ranks)
     key = layouts[0].truth(model.balanced)

@@ -25,24 +25,15 @@ _SUMMED = (
 
 @dataclass(frozen=True)
 class WeightError:
-    """One weight whose gradient differs.
-
-    Attributes:
-        error: |g − g*| / |g*| over all ranks.
-        factor: by which the gradient is too large on every rank; None if no single factor explains it.
-        text: the explanation: a factor, one factor a rank, or parts that were not summed.
-        by_rank: each rank's gradient has its own factor.
-        missing: axes over whose ranks the gradient was not summed.
-        weighed: the weight of each part of the step's tokens, if that explains the gradient.
-    """
+    """One weight whose gradient differs."""
 
     name: str
-    error: float
-    factor: float | None
-    text: str
-    missing: tuple[str, ...] = ()
-    weighed: Weighing | None = None
-    by_rank: bool = False
+    error: float  # |g − g*| / |g*| over all ranks
+    factor: float | None  # by which the gradient is too large on every rank; None if no single factor explains it
+    text: str  # the explanation: a factor, one factor a rank, or parts that were not summed
+    missing: tuple[str, ...] = ()  # axes over whose ranks the gradient was not summed
+    weighed: Weighing | None = None  # the weight of each part of the step's tokens, if that explains the gradient
+    by_rank: bool = False  # each rank's gradient has its own factor
 
     @property
     def unexplained(self) -> bool:
@@ -52,37 +43,27 @@ class WeightError:
 
 @dataclass(frozen=True)
 class Compared:
-    """One layout's errors.
-
-    Attributes:
-        loss, gradient, norm, weights, metrics: the largest relative error of each kind; `metrics` without the loss.
-        gradients: the weights whose gradients differ.
-        unmarked, overmarked: sharded weights that Megatron's norm treats as whole, and the reverse.
-        counted: a weight counted a wrong number of times in the norm, with that number, if one explains the norm.
-        moved: factor of the weights' update. loss_shift: the loss minus that of one process.
-        error: a rank's exception; `refused` if the layout is refused by name and was not run.
-    """
+    """One layout's relative errors, each the largest of its kind."""
 
     layout: StepLayout
     loss: float = math.nan
     gradient: float = math.nan
     norm: float = math.nan
     weights: float = math.nan
-    metrics: Mapping[str, float] = field(default_factory=dict)
-    gradients: tuple[WeightError, ...] = ()
-    unmarked: tuple[str, ...] = ()
-    overmarked: tuple[str, ...] = ()
+    metrics: Mapping[str, float] = field(default_factory=dict)  # without the loss
+    gradients: tuple[WeightError, ...] = ()  # the weights whose gradients differ
+    unmarked: tuple[str, ...] = ()  # sharded weights that Megatron's norm treats as whole
+    overmarked: tuple[str, ...] = ()  # whole weights that Megatron's norm treats as sharded
     norm_factor: float = 1.0
     loss_factor: float = 1.0
-    loss_shift: float = 0.0
-    counted: tuple[str, float] | None = None
-    moved: float = 1.0
-    error: str = ""
-    refused: bool = False
+    loss_shift: float = 0.0  # the loss minus that of one process
+    counted: tuple[str, float] | None = None  # a weight, and how often the norm counts it, if that explains the norm
+    moved: float = 1.0  # factor of the weights' update
+    error: str = ""  # a rank's exception
+    refused: bool = False  # refused by name, and not run
 
     @property
     def hung(self) -> bool:
-        """Return whether a rank did not answer."""
         return NO_ANSWER in self.error
 
     def broken(self, bound: float) -> bool:
@@ -94,7 +75,6 @@ class Compared:
 
 
 def compare(layout: StepLayout, results: Sequence[RankResult], truth: Truth, bound: float) -> Compared:
-    """Compare the ranks' results of one layout with one process."""
     pieces: dict[str, list[tuple[RankResult, Piece]]] = defaultdict(list)
     for result in results:
         for piece in result.pieces:
@@ -239,7 +219,7 @@ def _of_update(
     off = size = 0.0
     for _, piece in copies:
         before, after = (
-            part(each[name], piece.cut, piece.after.shape).double() for each in (truth.before, truth.after)
+            part(weights[name], piece.cut, piece.after.shape).double() for weights in (truth.before, truth.after)
         )
         right, got = after - before, piece.after.double() - before
         off += float((got - right).square().sum())
@@ -251,7 +231,7 @@ def _of_update(
 
 
 def _of_metrics(results: Sequence[RankResult], truth: Truth) -> tuple[dict[str, float], float]:
-    """Return each metric's largest relative error over ranks, and the loss minus that of one process."""
+    """Return each metric's largest relative error over ranks, and the factor of the loss."""
     errors, factor, loss = {}, 1.0, _loss_name(truth)
     for name, right in truth.metrics.items():
         values = [result.metrics.get(name, math.nan) for result in results]

@@ -19,29 +19,23 @@ _NO_BACKWARD = (
 
 @dataclass(frozen=True)
 class Facts:
-    """Facts about the checked step.
+    """Facts about the checked step."""
 
-    Attributes:
-        script: the step is the user's. heads: multi-token prediction heads. experts: the model has experts.
-        number: trainable weights of the whole model. frozen: some weights do not train.
-        random: difference between two one-process runs with different seeds; empty if they agree.
-    """
-
-    script: bool
-    heads: bool
-    experts: bool
-    number: int
-    frozen: bool
-    random: str
+    script: bool  # the step is the user's
+    heads: bool  # multi-token prediction heads
+    experts: bool  # the model has experts
+    number: int  # trainable weights of the whole model
+    frozen: bool  # some weights do not train
+    random: str  # difference between two one-process runs with different seeds; empty if they agree
 
 
-def gradient_cause(one: Compared, group: Sequence[WeightError], axis: str, facts: Facts) -> str:
+def gradient_cause(compared: Compared, group: Sequence[WeightError], axis: str, facts: Facts) -> str:
     """Name the nearest known cause of a group of wrong gradients that `axis` brings."""
-    layout, first, names = one.layout, group[0], [error.name for error in one.gradients]
+    layout, first, names = compared.layout, group[0], [error.name for error in compared.gradients]
     if math.isinf(first.error) and first.factor is None:
         return "requires_grad differs between layouts; freeze by the name that a one-process model gives, not by place or rank"
     alike = len(group) >= facts.number and first.factor is not None and not (first.missing or first.weighed)
-    if facts.script and layout.tp > 1 and abs(one.loss_shift - math.log(layout.tp)) < _LOG:
+    if facts.script and layout.tp > 1 and abs(compared.loss_shift - math.log(layout.tp)) < _LOG:
         return (
             "the loss is too large by log TP: logits are gathered before the loss (parallel_output = False); build the model "
             "with parallel_output = True"
@@ -59,25 +53,25 @@ def gradient_cause(one: Compared, group: Sequence[WeightError], axis: str, facts
     if (
         facts.experts
         and layout.balance
-        and one.loss <= _NEAR
-        and ".router." in max(one.gradients, key=lambda error: error.error).name
+        and compared.loss <= _NEAR
+        and ".router." in max(compared.gradients, key=lambda error: error.error).name
     ):
         return (
             "the routers' own losses are scaled by a rank's tokens (Megatron-LM #7481, #5996; before 0.19 by 1/(TP·CP) with "
             "calculate_per_token_loss), or their mask is another group's; forward_backward scales them"
         )
-    if facts.script and facts.heads and one.loss <= _NEAR and any(name.startswith("mtp.") for name in names):
+    if facts.script and facts.heads and compared.loss <= _NEAR and any(name.startswith("mtp.") for name in names):
         return (
             "the heads' loss is divided by the tokens of a micro-batch or shard (Megatron-LM #7498, #3159); divide by the "
             "step's, as forward_backward(mtp_loss=) does"
         )
     if first.weighed is not None:
-        return _of_counts(one, first.weighed.factor, first.weighed.local)
+        return _of_counts(compared, first.weighed.factor, first.weighed.local)
     if alike and abs(first.factor or 0.0) > _NEAR:
         return "every gradient has one factor, which is no size of the layout: its loss is scaled on this layout alone"
-    if facts.script and len(names) >= 0.9 * facts.number and not one.loss <= _NEAR:
+    if facts.script and len(names) >= 0.9 * facts.number and not compared.loss <= _NEAR:
         return "other tokens carry loss than on one process: a mask or labels of another rank's part of the rows"
-    return _of_factor(one, first, axis, facts)
+    return _of_factor(compared, first, axis, facts)
 
 
 def _of_parts(first: WeightError, layout: StepLayout) -> str:
@@ -127,14 +121,14 @@ def _of_sizes(factor: float, layout: StepLayout, axis: str) -> str:
     return ""
 
 
-def _of_counts(one: Compared, factor: float, local: bool) -> str:
+def _of_counts(compared: Compared, factor: float, local: bool) -> str:
     """Name the cause of tokens whose weight is wrong."""
-    if local and one.layout.cp > 1 and not one.layout.per_token:
+    if local and compared.layout.cp > 1 and not compared.layout.per_token:
         return (
             "a callback of three values without calculate_per_token_loss is divided by the tokens of each shard (Megatron-LM "
             "#7513); set calculate_per_token_loss, or return two values scaled by the step's counts"
         )
-    if local and not one.layout.per_token:
+    if local and not compared.layout.per_token:
         return (
             "an average of micro-batches' averages (Megatron-LM #4590): tokens weigh by how few they came with; set "
             "calculate_per_token_loss and return (sum, tokens, log)"
@@ -148,9 +142,9 @@ def _of_counts(one: Compared, factor: float, local: bool) -> str:
     return "this part of the step has a factor of its own: a weight or a mean that other ranks and micro-batches lack"
 
 
-def _of_factor(one: Compared, first: WeightError, axis: str, facts: Facts) -> str:
+def _of_factor(compared: Compared, first: WeightError, axis: str, facts: Facts) -> str:
     """Name the cause of one factor, or of an error without a single factor."""
-    layout, factor = one.layout, first.factor
+    layout, factor = compared.layout, first.factor
     if factor is not None and abs(factor) < _NEAR and layout.recompute and facts.frozen:
         return (
             "full recomputation drops the gradients of layers whose input needs none, as behind a frozen embedding; have its "
@@ -160,11 +154,11 @@ def _of_factor(one: Compared, first: WeightError, axis: str, facts: Facts) -> st
         return "the gradient is lost: a detached tensor, a frozen weight, or a reduction that leaves it out"
     if factor is not None and (sizes := _of_sizes(factor, layout, axis)):
         return sizes
-    if not one.loss <= _NEAR and axis == "recompute":
+    if not compared.loss <= _NEAR and axis == "recompute":
         return (
             "the forward pass differs under recomputation, which runs it without gradients first: a branch on "
             "torch.is_grad_enabled(), or a state that each run changes"
         )
-    if not one.loss <= _NEAR:
+    if not compared.loss <= _NEAR:
         return "the forward pass differs on this layout: positions, a mask or a sum that do not suit a rank's part"
     return _NO_BACKWARD

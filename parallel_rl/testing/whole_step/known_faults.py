@@ -8,44 +8,29 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class RunFacts:
-    """Facts of a run's config that decide which faults it reaches.
-
-    Attributes:
-        tensor, context: sizes. per_token: calculate_per_token_loss. heads: multi-token prediction heads.
-        balanced: routers add losses; `sequence_balance`: within each sequence. masked_experts: routers get a padding mask.
-        sinks: learnable attention sinks. recompute: of whole layers. smoothing: label smoothing in Megatron's cross-entropy.
-        gathers: logits are gathered over tensor ranks.
-    """
+    """Facts of a run's config that decide which faults it reaches."""
 
     tensor: int = 1
     context: int = 1
     sequence_parallel: bool = False
-    per_token: bool = True
-    heads: bool = False
-    balanced: bool = False
-    sequence_balance: bool = False
-    masked_experts: bool = False
+    per_token: bool = True  # calculate_per_token_loss
+    heads: bool = False  # multi-token prediction heads
+    balanced: bool = False  # routers add losses
+    sequence_balance: bool = False  # routers add losses within each sequence
+    masked_experts: bool = False  # routers get a padding mask
     packed: bool = False
-    sinks: bool = False
-    recompute: bool = False
-    smoothing: bool = False
-    gathers: bool = False
+    sinks: bool = False  # learnable attention sinks
+    recompute: bool = False  # of whole layers
+    smoothing: bool = False  # label smoothing in Megatron's cross-entropy
+    gathers: bool = False  # logits are gathered over tensor ranks
 
 
 @dataclass(frozen=True)
 class KnownFault:
-    """One fault.
-
-    Attributes:
-        name: its subject. reference: the thread that describes it.
-        reaches: whether a config shows the fault.
-        avoided: how this library's step avoids it.
-    """
-
-    name: str
-    reference: str
-    reaches: Callable[[RunFacts], bool]
-    avoided: str
+    name: str  # its subject
+    reference: str  # the thread that describes it
+    reaches: Callable[[RunFacts], bool]  # whether a config shows the fault
+    avoided: str  # how this library's step avoids it
 
 
 FAULTS: Sequence[KnownFault] = (

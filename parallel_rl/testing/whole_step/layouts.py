@@ -30,12 +30,12 @@ class StepLayout(NamedTuple):
 
     @property
     def world(self) -> int:
-        """Number of ranks."""
+        """Return the number of ranks."""
         return self.tp * self.cp * self.pp * self.dp
 
     @property
     def axes(self) -> frozenset[str]:
-        """Differences from one process with one micro-batch of padded rows."""
+        """Return the differences from one process with one micro-batch of padded rows."""
         used = {
             "tensor": self.tp > 1,
             "sequence": self.sp,
@@ -50,11 +50,11 @@ class StepLayout(NamedTuple):
             "recompute": self.recompute,
             "calculate_per_token_loss=False": not self.per_token,
         }
-        return frozenset(name for name, so in used.items() if so)
+        return frozenset(name for name, differs in used.items() if differs)
 
     @property
     def name(self) -> str:
-        """Short spelling, as in `tp2.cp2.sp.packed.mb4`."""
+        """Return the short spelling, as in `tp2.cp2.sp.packed.mb4`."""
         sizes = {"tp": self.tp, "cp": self.cp, "pp": self.pp, "vp": self.vp, "ep": self.ep, "dp": self.dp}
         parts = [f"{name}{size}" for name, size in sizes.items() if size > 1]
         parts += [f"etp{self.etp}"] if self.etp not in (None, self.tp) else []
@@ -69,7 +69,7 @@ class StepLayout(NamedTuple):
         """Return the one-process run that this layout is compared with.
 
         Args:
-            balanced: whether routers add losses, which are defined per micro-batch and count all tokens of their rows.
+            balanced: routers add losses, which are defined per micro-batch and count all tokens of their rows.
             local: micro-batches weigh differently, so the one-process run uses the same number.
         """
         if balanced and self.balance:
@@ -84,10 +84,10 @@ def default_layouts(experts: bool = False, balanced: bool = False) -> list[StepL
     >>> [layout.name for layout in default_layouts()][:2]
     ['padded.mb4', 'packed.mb4.mean.recompute']
     """
-    one = StepLayout()
+    plain = StepLayout()
     dense = [
-        one._replace(balance=not balanced),
-        one._replace(packed=True, per_token=False, recompute=True),
+        plain._replace(balance=not balanced),
+        plain._replace(packed=True, per_token=False, recompute=True),
         StepLayout(tp=2),
         StepLayout(tp=2, sp=True, packed=True),
         StepLayout(cp=2, per_token=False),
@@ -110,7 +110,7 @@ def default_layouts(experts: bool = False, balanced: bool = False) -> list[StepL
 
 
 def check_layout(layout: StepLayout) -> None:
-    """Refuse sizes that do not divide each other with a ValueError."""
+    """Raise ValueError for sizes that do not divide each other."""
     experts = (layout.tp if layout.etp is None else layout.etp) * layout.ep
     stage = layout.tp * layout.cp * layout.dp
     if layout.vp > 1 and layout.pp == 1:
@@ -136,20 +136,19 @@ def check_layout(layout: StepLayout) -> None:
         )
 
 
-# neighbours fill a packed row of 24 positions: padding would stand at another place in each layout
-_LENGTHS = (16, 8, 12, 12, 8, 16, 16, 8)
+_LENGTHS = (16, 8, 12, 12, 8, 16, 16, 8)  # neighbours fill a packed row of 24: padding would differ by layout
 _KEPT = (0.9, 0.3, 0.5, 0.2, 0.9, 0.9, 0.1, 0.7)  # of each row's tokens; neighbours share a micro-batch
 Rows = dict[str, Tensor]
 
 
 def make_rows(vocabulary: int) -> Rows:
-    """Draw eight rows of token ids and masks [8, 16]; two rows have loss in their second half only."""
+    """Draw eight rows of token ids and masks [8, 16]; two rows have loss only in their second half."""
     g = torch.Generator().manual_seed(11)
     column, lengths = torch.arange(WIDTH), torch.tensor(_LENGTHS)
     kept = torch.rand(ROWS, WIDTH, generator=g) < torch.tensor(_KEPT)[:, None]
     kept[0, : WIDTH // 2] = kept[3, : WIDTH // 2] = False
     mask = kept & (column < lengths[:, None])
-    mask[torch.arange(ROWS), lengths - 1] = True  # every row has a token that carries loss
+    mask[torch.arange(ROWS), lengths - 1] = True  # every row has a token with loss
     return {
         "input_ids": torch.randint(0, vocabulary, (ROWS, WIDTH), generator=g),
         "token_mask": mask.double(),

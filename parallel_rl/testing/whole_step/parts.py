@@ -1,4 +1,4 @@
-"""Find tokens of wrong weight: write a gradient as a sum over micro-batches and context ranks with factors."""
+"""Find tokens of wrong weight: fit one factor for each micro-batch and context rank to a gradient."""
 
 from __future__ import annotations
 
@@ -35,15 +35,11 @@ class TokenPart(NamedTuple):
 
 
 class Weighing(NamedTuple):
-    """The part with the largest error of weight.
+    """The part with the largest error of weight."""
 
-    Attributes:
-        factor: of this part. text: a sentence on all parts. local: each part is divided by its own count.
-    """
-
-    factor: float
-    text: str
-    local: bool
+    factor: float  # of this part
+    text: str  # a sentence on all parts
+    local: bool  # each part is divided by its own count
 
 
 def token_parts(rows: Rows, layout: StepLayout) -> list[TokenPart]:
@@ -73,9 +69,7 @@ def weigh(
 ) -> Weighing | None:
     """Explain the gradients `names` of a layout by one factor for each part, if such factors exist.
 
-    Args:
-        parts, gradients: of one process; the gradients sum to `truth`.
-        whole: the layout's gradients, see `joined`.
+    `gradients` of the `parts` are of one process and sum to `truth`; `whole` are the layout's, see `joined`.
     """
     columns = torch.stack([_flat(gradient, names) for gradient in gradients], 1)
     right, got = _flat(truth, names), _flat(whole, names)
@@ -87,19 +81,23 @@ def weigh(
     worst = int((factors.abs().clamp(min=1e-6).log().abs() * 1e6).round().argmax())
     if abs(float(factors[worst]) - 1) <= _PLAIN:
         return None
-    total, one, factor = sum(one.number for one in parts), parts[worst], round(float(factors[worst]), 6)
-    number, place = one.number, f"micro-batch {one.micro}"
-    of_micro = [i for i, other in enumerate(parts) if other.micro == one.micro]
+    total, token_part, factor = (
+        sum(token_part.number for token_part in parts),
+        parts[worst],
+        round(float(factors[worst]), 6),
+    )
+    number, place = token_part.number, f"micro-batch {token_part.micro}"
+    of_micro = [i for i, other in enumerate(parts) if other.micro == token_part.micro]
     others = int(((factors - 1).abs() > _RESIDUAL).sum()) - 1
     if bool((factors[of_micro] - factor).abs().max() <= _RESIDUAL):
         others -= len(of_micro) - 1
         number = sum(parts[i].number for i in of_micro)
     else:
-        place += f", context rank {one.context}"
+        place += f", context rank {token_part.context}"
     holder = _divided_by(parts, factors.tolist())
     why = ""
     if holder:
-        held = sum(other.number for other in parts if _HOLDERS[holder](other) == _HOLDERS[holder](one))
+        held = sum(other.number for other in parts if _HOLDERS[holder](other) == _HOLDERS[holder](token_part))
         why = f", as if each {holder}'s tokens were divided by their own count (1/{total / (factor * held):.3g} of their sum)"
     elif others > 0:
         why = f", and {others} more part{'s' * (others > 1)} of the step not × 1 either"
@@ -111,9 +109,9 @@ def _divided_by(parts: Sequence[TokenPart], factors: Sequence[float]) -> str:
     """Name the ranks or micro-batches whose own count divides their tokens, or return ""."""
     for holder, key in _HOLDERS.items():
         counts: dict[object, int] = defaultdict(int)
-        for one in parts:
-            counts[key(one)] += one.number
-        weights = [factor * counts[key(one)] for one, factor in zip(parts, factors, strict=True)]
+        for token_part in parts:
+            counts[key(token_part)] += token_part.number
+        weights = [factor * counts[key(token_part)] for token_part, factor in zip(parts, factors, strict=True)]
         if len(counts) > 1 and max(weights) - min(weights) <= 1e-2:
             return holder
     return ""

@@ -37,11 +37,7 @@ def config_of(provider: Provider | TransformerConfig, config: object) -> Transfo
 def build_chunks(
     provider: Provider | TransformerConfig, config: TransformerConfig, layout: StepLayout
 ) -> list[torch.nn.Module]:
-    """Call the provider for each model chunk of this rank.
-
-    Raises:
-        ValueError: the provider raises, returns no model, or needs Transformer Engine or an unknown argument.
-    """
+    """Call the provider for each model chunk of this rank; ValueError if it returns no model or raises."""
     places = range(layout.vp) if layout.vp > 1 else [None]
     chunks: list[torch.nn.Module] = []
     for place in places:
@@ -56,7 +52,7 @@ def _checked(built: object, provider: Provider | TransformerConfig, layout: Step
     expected = "a GPTModel" if layout.vp == 1 else f"a GPTModel for each vp_stage, or a list of all {layout.vp}"
     kind = type(built).__name__
     if isinstance(built, list | tuple):
-        kind = f"a {kind} of {len(built)} ({', '.join(type(one).__name__ for one in built[:3])})"
+        kind = f"a {kind} of {len(built)} ({', '.join(type(item).__name__ for item in built[:3])})"
     if not isinstance(built, torch.nn.Module):
         raise ValueError(f"the provider {provider_name(provider)} returned {kind}; it must return {expected}")
     missing = [name for name in _OF_A_GPT_MODEL if not hasattr(unwrap(built), name)]
@@ -113,7 +109,7 @@ def _function(provider: Provider | TransformerConfig, config: TransformerConfig 
 def _arguments(call: Provider) -> set[str]:
     """Return the known argument names that a provider accepts."""
     parameters = inspect.signature(call).parameters
-    takes_all = any(one.kind == one.VAR_KEYWORD for one in parameters.values())
+    takes_all = any(parameter.kind == parameter.VAR_KEYWORD for parameter in parameters.values())
     return {*_PASSED} if takes_all else {*_PASSED} & parameters.keys()
 
 
@@ -124,7 +120,11 @@ def _call(provider: Provider | TransformerConfig, config: TransformerConfig, pla
     values = (config, first_stage, last_stage, place, VOCABULARY, 4 * WIDTH)
     known: dict[str, object] = dict(zip(_PASSED, values, strict=True))
     parameters = inspect.signature(call).parameters
-    named = [name for name, one in parameters.items() if one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)]
+    named = [
+        name
+        for name, parameter in parameters.items()
+        if parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+    ]
     accepted = _arguments(call)
     passed = {name: value for name, value in known.items() if name in accepted}
     first = named[0] if named else ""

@@ -20,17 +20,17 @@ _GRACE = 5.0  # seconds between the ranks' starts of one call
 
 
 class Ranks(Protocol):
-    """Runs work on ranks."""
+    """Runner of work on ranks."""
 
     @property
     def timeout(self) -> float:
-        """Seconds that one call may take."""
+        """Return the seconds that one call may take."""
 
     def run(self, world: int, work: Callable[..., ResultT], *args: object) -> list[ResultT]:
         """Run `work(rank, *args)` on `world` ranks; a WorldError lists the failures by rank."""
 
     def alone(self, work: Callable[..., ResultT], *args: object) -> ResultT:
-        """Run work of one process."""
+        """Run `work` on one process."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class PoolRanks:
 class JobRanks:
     """Ranks of the default process group; each repeats the work of one process, as a data rank.
 
-    Ranks exchange the outcome of a call through `store`, since a collective would wait for a rank that hangs.
+    Outcomes are exchanged through `store`: a collective would wait for a rank that hangs.
     """
 
     timeout: float

@@ -55,7 +55,8 @@ class WholeStepReport:
                 for row in self.rows
             ],
             "findings": [
-                {**vars(one), "weights": list(one.weights), "layouts": list(one.layouts)} for one in self.findings
+                {**vars(finding), "weights": list(finding.weights), "layouts": list(finding.layouts)}
+                for finding in self.findings
             ],
             "notes": list(self.notes),
         }
@@ -64,7 +65,7 @@ class WholeStepReport:
         """Return "ok", "not run", or the first difference."""
         if row.refused:
             return "not run"
-        named = [one.what for one in self.findings if row.layout.name in one.layouts]
+        named = [finding.what for finding in self.findings if row.layout.name in finding.layouts]
         return named[0] if named else "ok"
 
     def table(self) -> str:
@@ -82,7 +83,7 @@ class WholeStepReport:
             head = f"{self.name}: the step is that of one process on {ran} layouts ({self.seconds:.0f} s)"
         else:
             head = f"{self.name}: the step differs from one process ({self.seconds:.0f} s)"
-        lines = [f"  {line}" for one in self.findings for line in str(one).splitlines()]
+        lines = [f"  {line}" for finding in self.findings for line in str(finding).splitlines()]
         if not ran:
             lines.append("  no layout could be run")
         return "\n".join([self.table(), "", head, *lines, *(f"  note: {note}" for note in self.notes)])

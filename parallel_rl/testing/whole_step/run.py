@@ -233,7 +233,7 @@ def _place(layout: StepLayout) -> dict[str, int]:
 
 @torch.no_grad()
 def _draw(parameter: Parameter, name: str) -> None:
-    """Draw matrices and randomly initialised weights; perturb constant vectors. So every weight matters."""
+    """Draw matrices and random weights, and perturb constant vectors, so that every weight matters."""
     key = hashlib.sha256(name.encode()).digest()
     noise = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(int.from_bytes(key[:6], "big")))
     constant = bool((parameter == parameter.reshape(-1)[0]).all())

@@ -34,7 +34,6 @@ Callback = Callable[..., object]
 
 
 def wrap_for_script(model: torch.nn.Module) -> torch.nn.Module:
-    """Wrap a model in Megatron's data parallelism and keep the marks that the model set on its weights."""
     config: TransformerConfig = get_model_config(model)
     wrapped = DistributedDataParallel(config, DistributedDataParallelConfig(), model)
     if config.finalize_model_grads_func is None:
@@ -82,7 +81,7 @@ def run_script(
 
 
 def _checked_step(*args: object, step: Callback, name: str) -> tuple[object, Callback]:
-    """Run a forward step and check its result and its loss callback's, which Megatron's schedule does not."""
+    """Run a forward step and check its result and its loss callback's; Megatron's schedule does not."""
     try:
         returned = step(*args)
     except Exception as error:
@@ -112,7 +111,7 @@ def _checked_step(*args: object, step: Callback, name: str) -> tuple[object, Cal
 
 def _kind(returned: object) -> str:
     if isinstance(returned, tuple | list):
-        return f"a {type(returned).__name__} of {len(returned)} ({', '.join(type(one).__name__ for one in returned)})"
+        return f"a {type(returned).__name__} of {len(returned)} ({', '.join(type(item).__name__ for item in returned)})"
     return type(returned).__name__
 
 

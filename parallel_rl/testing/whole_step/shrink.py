@@ -13,8 +13,7 @@ from parallel_rl.testing.whole_step.layouts import StepLayout
 from parallel_rl.testing.whole_step.refusals import Inapplicable
 
 VOCABULARY = 64
-# the largest size of each field; heads, groups, layers and experts are below
-_CAPS = {
+_CAPS = {  # the largest size of each field; `shrink` caps heads, groups, layers and experts
     "hidden_size": 32, "ffn_hidden_size": 48, "kv_channels": 8, "moe_ffn_hidden_size": 16, "q_lora_rank": 16,
     "moe_shared_expert_intermediate_size": 16, "kv_lora_rank": 16, "qk_head_dim": 8, "qk_pos_emb_head_dim": 8,
     "v_head_dim": 8, "mtp_num_layers": 2, "moe_router_num_groups": 2, "moe_router_group_topk": 1, "moe_router_topk": 2,
@@ -22,8 +21,7 @@ _CAPS = {
     "dsa_indexer_head_dim": 8, "dsa_indexer_topk": 4,
 }  # fmt: skip
 _PER_LAYER = ("moe_layer_freq", "window_attn_skip_freq", "no_rope_freq", "linear_attention_freq")
-# turned off: randomness, low precision, kernels that a CPU lacks, and splits of another depth
-_OFF: dict[str, object] = {
+_OFF: dict[str, object] = {  # randomness, low precision, kernels that a CPU lacks, and splits of another depth
     "hidden_dropout": 0.0, "attention_dropout": 0.0, "bf16": False, "fp16": False, "fp8": None, "fp4": None,
     "fp8_param": False, "fp4_param": False, "enable_autocast": False, "moe_input_jitter_eps": None,
     "moe_expert_capacity_factor": None, "moe_router_force_load_balancing": False,
@@ -36,7 +34,7 @@ _OFF: dict[str, object] = {
     "hierarchical_context_parallel_sizes": None, "hybrid_context_parallel": False, "mtp_standalone": False,
     "no_sync_func": None, "grad_sync_func": None, "param_sync_func": None, "grad_scale_func": None, "timers": None,
 }  # fmt: skip
-_NAMED = {  # those that change what a run computes
+_NAMED = {  # fields that change what a run computes
     "hidden_dropout", "attention_dropout", "bf16", "fp16", "fp8", "fp4", "moe_expert_capacity_factor",
     "moe_input_jitter_eps", "overlap_moe_expert_parallel_comm",
 }  # fmt: skip

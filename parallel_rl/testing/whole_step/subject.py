@@ -26,64 +26,46 @@ class StepSubject:
 
     @property
     def is_script(self) -> bool:
-        """Return whether the step is the user's, not this library's."""
+        """Return whether the step is the user's."""
         return self.forward_step is not None or self.loss_callback is not None
 
 
 @dataclass(frozen=True)
 class Piece:
-    """One weight on one rank, after the step.
+    """One weight on one rank, after the step."""
 
-    Attributes:
-        name: in a one-process model. gradient, after: this rank's part; gradient is None if the weight is frozen here.
-        cut: this rank's part of the whole weight; None: all of it.
-        marked: Megatron's norm treats it as a shard, and counts it on every tensor rank.
-        expert: the weight lies on expert parallel ranks.
-    """
-
-    name: str
-    gradient: Tensor | None
-    after: Tensor
-    cut: Cut | None
-    marked: bool
-    expert: bool
+    name: str  # in a one-process model
+    gradient: Tensor | None  # this rank's part; None if the weight is frozen here
+    after: Tensor  # this rank's part
+    cut: Cut | None  # this rank's part of the whole weight; None: all of it
+    marked: bool  # Megatron's norm treats it as a shard, and counts it on every tensor rank
+    expert: bool  # the weight lies on expert parallel ranks
 
 
 @dataclass(frozen=True)
 class RankResult:
-    """One rank's result of the step on one layout.
+    """One rank's result of the step on one layout."""
 
-    Attributes:
-        place: its rank in each group, by axis: tensor, context, data, pipeline, expert.
-        metrics: reduced as a training loop logs them. norm: of Megatron's optimizer.
-    """
-
-    place: Mapping[str, int]
-    metrics: Mapping[str, float]
-    norm: float
+    place: Mapping[str, int]  # its rank in each group, by axis: tensor, context, data, pipeline, expert
+    metrics: Mapping[str, float]  # reduced as a training loop logs them
+    norm: float  # of Megatron's optimizer
     pieces: tuple[Piece, ...]
 
 
 @dataclass(frozen=True)
 class Truth:
-    """The step of one process.
-
-    Attributes:
-        layout: of the run. before, after: all weights by name. gradients: of those that train.
-        buffers: persistent buffers by name. clip: the norm to which gradients are clipped.
-        dropout: modules that drop at random, with their rates.
-    """
+    """The step of one process."""
 
     layout: str
-    before: Mapping[str, Tensor]
-    gradients: Mapping[str, Tensor]
+    before: Mapping[str, Tensor]  # all weights by name
+    gradients: Mapping[str, Tensor]  # of the weights that train
     after: Mapping[str, Tensor]
     metrics: Mapping[str, float]
     norm: float
-    clip: float
+    clip: float  # the norm to which gradients are clipped
     vocabulary: int
-    buffers: Mapping[str, Tensor]
-    dropout: tuple[str, ...] = ()
+    buffers: Mapping[str, Tensor]  # persistent ones by name
+    dropout: tuple[str, ...] = ()  # modules that drop at random, with their rates
 
 
 def part(whole: Tensor, cut: Cut | None, shape: torch.Size) -> Tensor:

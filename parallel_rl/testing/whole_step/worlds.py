@@ -58,7 +58,7 @@ def _alone(ranks: Ranks, work: Callable[..., ResultT], *args: object) -> ResultT
     try:
         return ranks.alone(work, *args)
     except WorldError as error:
-        raise ValueError(f"on one process: {'; '.join(dict.fromkeys(_told(error).values()))}") from error
+        raise ValueError(f"on one process: {'; '.join(dict.fromkeys(_errors_by_rank(error).values()))}") from error
 
 
 def _look(rank: int, subject: StepSubject) -> ModelFacts:
@@ -83,7 +83,6 @@ class _OneProcess(NamedTuple):
     timeout: float
 
     def truth(self, tokens: torch.Tensor | None = None, seed: int | None = None) -> Truth:
-        """Run the step on this rank; see `run_truth`."""
         config = _shrunk(self.subject, self.layers)
         return run_truth(self.subject, config, self.key, self.dtype, self.timeout, tokens, seed)
 
@@ -117,7 +116,7 @@ class Worlds:
         except ValueError as error:
             self.bound = _UNMEASURED
             return f"which is not measured: {error}"
-        if not _ROUNDINGS * rounding <= _UNMEASURED:  # a NaN is not, either
+        if not _ROUNDINGS * rounding <= _UNMEASURED:  # also for NaN
             self.bound = _UNMEASURED
             return f"which is not measured: one process in float32 is {rounding:.1e} off one in float64"
         self.bound = max(BOUND, _ROUNDINGS * rounding)
@@ -137,7 +136,7 @@ class Worlds:
         except (ValueError, RuntimeError) as error:
             return Compared(layout, error=describe(error))
         seen = compare(layout, results, truth, self.bound)
-        if any(one.unexplained for one in seen.gradients) and not layout.ep > 1 and self.weighed < _MOST_WEIGHED:
+        if any(error.unexplained for error in seen.gradients) and not layout.ep > 1 and self.weighed < _MOST_WEIGHED:
             self.weighed += 1
             return self._explained(seen, results, key, truth)
         return seen
@@ -162,27 +161,27 @@ class Worlds:
             of_parts = _alone(self.ranks, _parts, self._one_process(single), [part.tokens for part in parts])
             whole = self.truth(single).gradients
         except ValueError:
-            return seen  # the script divides by what such a mask leaves nothing of
+            return seen  # the script divides by a count that such a mask makes zero
         scaled = [
             {name: gradient * (part.number / total) for name, gradient in gradients.items()}
             for part, gradients in zip(parts, of_parts, strict=True)
         ]
         of_layout = joined(results, truth.gradients)
-        names = [one.name for one in seen.gradients if one.unexplained and one.name in of_layout]
+        names = [error.name for error in seen.gradients if error.unexplained and error.name in of_layout]
         together = weigh(parts, scaled, of_layout, whole, names) if names else None
         explained = {name: together or weigh(parts, scaled, of_layout, whole, [name]) for name in names}
         gradients = [
-            one
-            if (weighing := explained.get(one.name)) is None
-            else replace(one, factor=weighing.factor, text=weighing.text, weighed=weighing)
-            for one in seen.gradients
+            error
+            if (weighing := explained.get(error.name)) is None
+            else replace(error, factor=weighing.factor, text=weighing.text, weighed=weighing)
+            for error in seen.gradients
         ]
         return replace(seen, gradients=tuple(gradients))
 
 
-def _truth(rank: int, one: _OneProcess, seed: int | None = None) -> Truth:
+def _truth(rank: int, step: _OneProcess, seed: int | None = None) -> Truth:
     with _quiet():
-        return one.truth(seed=seed)
+        return step.truth(seed=seed)
 
 
 def _rounding(
@@ -192,9 +191,9 @@ def _rounding(
         return measure_rounding(subject, _shrunk(subject, layers), key, timeout)
 
 
-def _parts(rank: int, one: _OneProcess, tokens: Sequence[torch.Tensor]) -> list[dict[str, torch.Tensor]]:
+def _parts(rank: int, step: _OneProcess, tokens: Sequence[torch.Tensor]) -> list[dict[str, torch.Tensor]]:
     with _quiet():
-        return [dict(one.truth(tokens=mask).gradients) for mask in tokens]
+        return [dict(step.truth(tokens=mask).gradients) for mask in tokens]
 
 
 def _rank(
@@ -238,7 +237,7 @@ def _failed(layout: StepLayout, error: WorldError) -> Compared:
     if reasons and "" not in reasons:
         return Compared(layout, error="; ".join(sorted(reasons)), refused=True)
     ranks: dict[str, list[str]] = defaultdict(list)
-    for rank, text in sorted(_told(error).items()):
+    for rank, text in sorted(_errors_by_rank(error).items()):
         ranks[text].append(str(rank))
     if layout.world == 1:
         return Compared(layout, error="; ".join(ranks))
@@ -250,11 +249,11 @@ def _failed(layout: StepLayout, error: WorldError) -> Compared:
 
 
 def _first_errors(error: WorldError) -> dict[int, str]:
-    """Return the errors of ranks that did not fail only because another rank ended or waited."""
+    """Return the errors of ranks, without those that follow from another rank's end."""
     return {rank: text for rank, text in error.errors.items() if not any(end in text for end in _FOLLOWS)}
 
 
-def _told(error: WorldError) -> dict[int, str]:
+def _errors_by_rank(error: WorldError) -> dict[int, str]:
     """Return each rank's error with the user's line, or that the rank did not answer."""
     texts = {}
     errors = _first_errors(error) or ({} if error.silent else error.errors)

@@ -19,7 +19,7 @@ BACKENDS: tuple[str, ...] = get_args(Backend)
 
 # looked up once: torch.compile treats them as constants
 _INSTALLED = find_spec("triton") is not None
-#: builds the launcher of a Triton kernel; None: the torch backend is used
+#: builds the launchers of Triton's kernels; None: the torch backend is used
 COMPILER = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
 _NO_COMPILER = "install gcc or clang, or name one in the environment variable CC"
 _INTERPRETED = os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "yes", "y")
@@ -34,7 +34,7 @@ def check_backend(backend: Backend, device: torch.device) -> None:
     if not _INSTALLED:
         raise ValueError('backend = "triton" needs Triton: pip install triton')
     if not (COMPILER or _INTERPRETED):
-        raise ValueError(f'backend = "triton" needs a C compiler: {_NO_COMPILER}; "auto" goes on without Triton')
+        raise ValueError(f'backend = "triton" needs a C compiler: {_NO_COMPILER}; "auto" runs without Triton')
     if device.type != "cuda" and not _INTERPRETED:
         raise ValueError(
             f'backend = "triton" needs logits on a CUDA device, got {device.type}; "auto" chooses what fits '
@@ -55,7 +55,6 @@ def runs_on_triton(z: Tensor, backend: Backend) -> bool:
     return COMPILER is not None
 
 
-@cache
+@cache  # Python's own filter would warn for each calling line
 def _warn_of_no_compiler() -> None:
-    """Warn once a process; Python's own filter would warn for each calling line."""
     warnings.warn(f"Triton needs a C compiler, so the torch backend is used: {_NO_COMPILER}", stacklevel=3)

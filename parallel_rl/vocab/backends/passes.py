@@ -21,10 +21,8 @@ from parallel_rl.vocab.backends.torch_backend import (
 if TYPE_CHECKING:
     from torch import Tensor
 
-
 #: gradients [T] of a loss with respect to (log-prob, entropy, lse); None is zero
 OutputGrads = tuple["Tensor | None", "Tensor | None", "Tensor | None"]
-
 
 #: (log-prob, entropy, lse, Σπ²) [T] of some rows, and `row_gradient`'s [T, 2 or 3]
 CombinedRows = tuple["Tensor", "Tensor | None", "Tensor", "Tensor | None", "Tensor"]
@@ -52,9 +50,7 @@ def row_parts(
 ) -> Tensor:
     """Reduce [T, W] logits to this shard's parts [T, 3 + entropy + squares] (m, a, t, b, q) to gather.
 
-    Args:
-        squares: add q, for Σπ²; requires the entropy.
-        half: storage for the logits of kept rows.
+    `squares` adds q, for Σπ², and requires the entropy; `half` stores the logits of kept rows.
     """
     if half is not None:
         from parallel_rl.vocab.backends.triton.operators import vocab_stats_half
@@ -77,10 +73,9 @@ def truncated_row_parts(
     kept: Tensor | None = None,
     half: HalfLogits | None = None,
 ) -> Tensor:
-    """Compute `row_parts` of logits ≥ each row's floor [T, 1], writing −inf over others; one CPU read.
+    """Compute `row_parts` of the logits ≥ each row's floor [T, 1]; write −inf over the others.
 
-    Args:
-        kept: [T, W] destination, real columns only, instead of `z`.
+    `kept` [T, W] takes the result in place of `z`. A CPU reads the logits once.
     """
     out = z if kept is None else kept
     if z.device.type != "cpu" or half is not None or torch.compiler.is_compiling() or not z.numel():
@@ -98,7 +93,7 @@ def truncated_row_parts(
 
 def drop_below_(z: Tensor, floor: Tensor, kept: Tensor | None = None) -> None:
     """Write −inf over logits [T, W] below each row's floor [T, 1] (`kept_floor`), or copy to `kept` first."""
-    for rows in row_blocks(z):  # the mask is never whole
+    for rows in row_blocks(z):  # no mask of all rows is made
         if kept is not None:
             kept[rows] = z[rows]
         (z if kept is None else kept)[rows].masked_fill_(z[rows] < floor[rows], -torch.inf)
@@ -110,11 +105,11 @@ def row_stats(
     if half is not None:
         from parallel_rl.vocab.backends.triton.operators import vocab_row_stats_half
 
-        return _given(vocab_row_stats_half(z, *spec, entropy, squares, *half), entropy, squares)
+        return _used(vocab_row_stats_half(z, *spec, entropy, squares, *half), entropy, squares)
     if runs_on_triton(z, backend):
         from parallel_rl.vocab.backends.triton.operators import vocab_row_stats
 
-        return _given(vocab_row_stats(z, *spec, entropy, squares), entropy, squares)
+        return _used(vocab_row_stats(z, *spec, entropy, squares), entropy, squares)
     return combine_rows(row_parts(z, spec, entropy, backend, squares)[None], spec, backend)
 
 
@@ -124,7 +119,7 @@ def combine_rows(parts: Tensor, spec: RowSpec, backend: Backend) -> CombinedRows
     if runs_on_triton(parts, backend):
         from parallel_rl.vocab.backends.triton.operators import vocab_combine
 
-        return _given(vocab_combine(parts, spec.keep, spec.inv_t), entropy, squares)
+        return _used(vocab_combine(parts, spec.keep, spec.inv_t), entropy, squares)
     top, log_a, t, ent = combine_parts(parts, spec.inv_t, entropy)
     zero = torch.zeros((), dtype=top.dtype, device=top.device)
     logprobs = torch.where(spec.keep, t - log_a, zero)
@@ -135,8 +130,8 @@ def combine_rows(parts: Tensor, spec: RowSpec, backend: Backend) -> CombinedRows
     return logprobs, torch.where(spec.keep, ent, zero), lse, sums, torch.stack([top, log_a, ent], dim=1)
 
 
-def _given(made: tuple[Tensor, Tensor, Tensor, Tensor, Tensor], entropy: bool, squares: bool) -> CombinedRows:
-    logprobs, entropies, lse, rows, sums = made
+def _used(results: tuple[Tensor, Tensor, Tensor, Tensor, Tensor], entropy: bool, squares: bool) -> CombinedRows:
+    logprobs, entropies, lse, rows, sums = results
     return logprobs, entropies if entropy else None, lse, sums if squares else None, rows
 
 
@@ -152,10 +147,9 @@ def row_gradient(
     """Compute the gradient of the logits [T, W].
 
     Args:
-        rows: [T, 2 or 3] of `combine_rows`.
-        out: destination: `z` itself, a tensor of any floating dtype, or None for a new one like `z`. Triton's passes also
-            take one of another dtype over the bytes of `z`, if its elements are as wide.
-        tops: of `HalfLogits`, if `z` are their values.
+        rows: [T, 2 or 3] of `combine_rows`. tops: of `HalfLogits`, if `z` are their values.
+        out: destination: `z` itself, a tensor of any floating dtype, or None for a new one like `z`. Triton's passes may also
+            write over the bytes of `z` in a dtype of the same width.
     """
     assert tops is None or (runs_on_triton(z, backend) and out is not None and out is not z)
     if runs_on_triton(z, backend):
@@ -181,7 +175,7 @@ def row_gradient(
 
 
 def row_coefficients(spec: RowSpec, rows: Tensor, upstream: OutputGrads) -> tuple[Tensor, Tensor]:
-    """Return the table of `shard_grad`, and what it adds [T] at each target."""
+    """Return the `rows` and `ct` of `shard_grad`."""
     zero, (g_logprobs, g_entropy, g_lse) = torch.zeros_like(rows[:, 0]), upstream
     g_logprobs, g_lse = zero if g_logprobs is None else g_logprobs, zero if g_lse is None else g_lse
     scale = spec.inv_t[:, 0]

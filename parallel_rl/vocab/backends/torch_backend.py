@@ -1,13 +1,11 @@
 """The two passes over a vocabulary shard in PyTorch: eager in cache-sized row blocks, or compiled into one loop.
 
-A row z of a shard gives four values relative to its own maximum m, so accuracy does not depend on the logits' size, and a
-fifth, q = Σ e^{2u}, for Σπ²:
+A row z of a shard gives four values relative to its own maximum m, and a fifth, q = Σ e^{2u}, for Σπ²:
 
     m = max z    a = Σ e^u    t = u_y or −inf    b = Σ e^u·u        with u = (z − m) / temperature
 
-The gradient is one more pass, `dz = p·(c0 + c1·log p) + 1[y]·ct` with per-row coefficients, in place or to a buffer. It takes
-e^x as 2^(x·log2 e), with log2 e in the temperature's factor. The statistics do not: the rounded factor makes every sum a
-little too small, which 32 thousand log-probs add up.
+The gradient is one more pass, `dz = p·(c0 + c1·log p) + 1[y]·ct` with per-row coefficients. It takes e^x as 2^(x·log2 e), with
+log2 e in the temperature's factor. The statistics do not: the rounded factor would make every sum too small.
 """
 
 from __future__ import annotations
@@ -26,14 +24,10 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _LOG2E, _LN2 = math.log2(math.e), math.log(2)
-# below any exponent that matters, yet finite: 0 · _LOWEST is 0 where a logit is −inf
-_LOWEST = -1e30
-# below it 2^x is 0 in every dtype, and p's factor stays too small for a loss scale to make it infinite (0 · ∞)
-_NO_MASS = -2048.0
-# scratch elements of the eager loop: stays in a CPU's cache and fills a GPU
-_BLOCK = {"cpu": 1 << 18, "cuda": 1 << 25}
-# with fewer logits a compiler's start does not pay
-_COMPILE_FROM = 1 << 22
+_LOWEST = -1e30  # below any exponent that matters, yet finite: 0 · _LOWEST is 0 where a logit is −inf
+_NO_MASS = -2048.0  # 2^x is 0 below it in every dtype, and no loss scale makes p's factor infinite (0 · ∞)
+_BLOCK = {"cpu": 1 << 18, "cuda": 1 << 25}  # scratch elements of the eager loop: fit a CPU's cache, fill a GPU
+_COMPILE_FROM = 1 << 22  # logits; for fewer, compiling costs more than it saves
 
 
 def math_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -42,10 +36,7 @@ def math_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def shard_stats(z: Tensor, y: Tensor, inv_t: Tensor, entropy: bool, backend: Backend, squares: bool = False) -> Tensor:
-    """Reduce logits [T, W], local target columns or −1 and inverse temperatures to [T, 4] (m, a, t, b).
-
-    Without entropy [T, 3]: b would cost as much as a. With `squares` [T, 5], with q.
-    """
+    """Reduce logits [T, W] and local target columns (or −1) to [T, 3 + entropy + squares] (m, a, t, b, q)."""
     if not z.numel():  # a shard that is all padding, or no rows
         empty = z.new_zeros((z.shape[0], 3 + entropy + squares), dtype=math_dtype(z.dtype))
         empty[:, 0:3:2] = -torch.inf
@@ -62,8 +53,7 @@ def shard_grad(
     """Write the gradient of a shard to `out`, which may be `z`.
 
     Args:
-        rows: [T, 4] (M, log A, c0, c1) of each row, or [T, 3] if every c1 is 0. ct: [T].
-        keep: [T] rows with gradient; the others get an exact 0.
+        rows: [T, 4] (M, log A, c0, c1), or [T, 3] if every c1 is 0. ct: [T]. keep: [T]; other rows get an exact 0.
     """
     if not z.numel():
         return
@@ -80,10 +70,7 @@ def shard_grad(
 
 
 def combine_parts(parts: Tensor, inv_t: Tensor, entropy: bool) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Combine parts [ranks, T, 3 to 5] at the global maximum M: (M, log A, (z_y − M)/temperature, H).
-
-    A fixed order gives every rank the same bits.
-    """
+    """Combine parts [ranks, T, 3 to 5] at the global maximum M: (M, log A, (z_y − M)/temperature, H)."""
     m, a, t = parts[..., 0], parts[..., 1], parts[..., 2]
     top = m.amax(0)
     shift = ((m - top) * inv_t[:, 0]).clamp(min=_LOWEST)
@@ -145,13 +132,12 @@ def row_blocks(z: Tensor) -> Iterator[slice]:
 
 
 def even_blocks(z: Tensor, elements: int, least: int = 1) -> Iterator[slice]:
-    """Return slices of the rows of [T, W] of about that many elements, in sizes that differ by ≤ 1.
+    """Return slices of the rows of [T, W] of about `elements` elements, in sizes that differ by ≤ 1.
+
+    A block has `least` rows if there are as many: torch.compile makes another function for a single row.
 
     >>> list(even_blocks(torch.zeros(5, 4), 8))
     [slice(0, 1, None), slice(1, 3, None), slice(3, 5, None)]
-
-    Args:
-        least: minimum rows of a block, if there are as many: torch.compile makes another function for a single row.
     """
     count = -(-len(z) // max(least, elements // max(z.shape[1], 1)))
     return (slice(len(z) * i // count, len(z) * (i + 1) // count) for i in range(count))
@@ -159,11 +145,10 @@ def even_blocks(z: Tensor, elements: int, least: int = 1) -> Iterator[slice]:
 
 @cache
 def compiled(function: Callable) -> Callable:
-    """Compile a function with torch.compile, once a process."""
     # each dtype, stride, width and option is a variant; beyond torch's limit (8) a shard would silently run eagerly
     raise_limit = torch._dynamo.config.patch(recompile_limit=32)
-    called: Callable = raise_limit(torch.compile(function))
-    return called
+    limited: Callable = raise_limit(torch.compile(function))
+    return limited
 
 
 def _vary_rows(*tensors: Tensor) -> None:
@@ -194,7 +179,6 @@ def compiler_works(device: str) -> bool:
 
 
 def compiles(z: Tensor, backend: Backend) -> bool:
-    """Return whether passes over z run compiled: if chosen, or if the shard is large enough."""
     if backend in ("compiled", "eager"):
         return backend == "compiled"
     return z.numel() >= _COMPILE_FROM and compiler_works(z.device.type)

@@ -31,15 +31,11 @@ _ROUNDING = 1e-4  # of recomputed gradients
 
 @dataclass(frozen=True)
 class ForwardObjective:
-    """An objective that is a sum over tokens, with gradients computed in forward.
+    """Sum over tokens whose gradients are computed in forward."""
 
-    Attributes:
-        gradients: [N] (log-prob, entropy, lse) so far, zeros where unknown → the objective's gradients with respect to them.
-        context_group: over which `gradients` may communicate; its ranks may hold other numbers of loss rows.
-    """
-
+    # [N] (log-prob, entropy, lse) so far, zeros where unknown → the objective's gradients with respect to them
     gradients: Callable[[RowStats], OutputGrads]
-    context_group: ProcessGroup | None
+    context_group: ProcessGroup | None  # `gradients` may communicate over it; its ranks may hold other numbers of rows
 
     def calls(self, params: LinearParams) -> int:
         """Return how often every rank of the context group calls `gradients`."""

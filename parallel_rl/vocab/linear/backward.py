@@ -66,12 +66,10 @@ class Gradients:
         table: Tensor,
         upstream: OutputGrads,
     ) -> None:
-        """Add the gradients of some rows.
+        """Add the gradients of some rows, with `table` and `upstream` of all rows.
 
         Args:
-            columns: all of them, in slices.
-            logits: a slice → (logits to overwrite, their offsets or None).
-            table, upstream: of all rows.
+            columns: all of them, in slices. logits: a slice → (logits to overwrite, their offsets or None).
         """
         params, rows = self.params, self.params.rows.gathered(*spans)
         table, upstream = table[rows], _rows_of(upstream, rows)
@@ -84,18 +82,12 @@ class Gradients:
     def add_products(
         self, spans: Sequence[slice], hidden: Tensor, columns: Sequence[slice], gradient: Callable[[slice], Tensor]
     ) -> None:
-        """Add the contributions of some rows, given the gradient of their logits.
-
-        Args:
-            columns: all of them, in slices.
-            gradient: a slice → the gradient of those logits, in the products' dtype.
-        """
-        params, of_hidden, there = self.params, None, False
+        """Add the contributions of some rows; `gradient` maps each slice of columns to its logits' gradient."""
+        params, of_hidden, in_place = self.params, None, False
         if self.hidden is not None:
             rows = params.rows.gathered(*spans)
-            # write the product in place
-            there = self.hidden.dtype == params.dtype and params.rows.parts == 1 and isinstance(rows, slice)
-            of_hidden = self.hidden[rows] if there else hidden.new_empty(hidden.shape, dtype=params.dtype)
+            in_place = self.hidden.dtype == params.dtype and params.rows.parts == 1 and isinstance(rows, slice)
+            of_hidden = self.hidden[rows] if in_place else hidden.new_empty(hidden.shape, dtype=params.dtype)
         sending: list[tuple[Rows | None, Pending]] = []
         for part in columns:
             dz = gradient(part)
@@ -106,7 +98,7 @@ class Gradients:
                     for span in spans:
                         count = params.rows.parts * (span.stop - span.start)
                         of_span = sum_start(of_hidden[at : at + count], params.shard.group, params.scatter)
-                        sending.append((None if there else params.rows.own(span), of_span))
+                        sending.append((None if in_place else params.rows.own(span), of_span))
                         at += count
             if self.weight is not None:
                 add_weight_gradient(self.weight[part], dz, hidden, self._blank)
@@ -136,7 +128,7 @@ class Gradients:
 def _logits_gradient(
     params: LinearParams, z: Tensor, tops: Tensor | None, spec: RowSpec, table: Tensor, upstream: OutputGrads
 ) -> Tensor:
-    """Return the gradient of logits minus `tops`, in the products' dtype, in place if it is no wider."""
+    """Return the gradient of logits minus `tops`, in the products' dtype; in place if it is no wider."""
     low = params.weight.dtype
     if params.grad_in_operand_dtype:
         out = z.view(low) if z.element_size() == low.itemsize else torch.empty_like(z, dtype=low)
@@ -149,9 +141,11 @@ def _logits_gradient(
             part = slice(start, start + block)
             inv_t = rows_of(spec.inv_t, part)
             of_part = spec._replace(targets=spec.targets[part], keep=spec.keep[part], inv_t=inv_t)
-            some = z[part]
-            slope = (1 - (some / params.softcap).square_()).clamp_(min=0)  # 0 where a logit was dropped
-            row_gradient(some, of_part, table[part], _rows_of(upstream, part), some, params.shard.backend).mul_(slope)
+            block_logits = z[part]
+            slope = (1 - (block_logits / params.softcap).square_()).clamp_(min=0)  # 0 where a logit was dropped
+            row_gradient(
+                block_logits, of_part, table[part], _rows_of(upstream, part), block_logits, params.shard.backend
+            ).mul_(slope)
     return z if z.device.type == "cpu" else z.to(low)
 
 

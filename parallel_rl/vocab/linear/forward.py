@@ -54,10 +54,9 @@ class _Chunk(NamedTuple):
 
 
 def run_forward(params: LinearParams, then: Callable[[Chunks, Forward], None] | None = None) -> Forward:
-    """Compute statistics of every loss-carrying row; the others get zeros.
+    """Compute statistics of every row with loss; the others get zeros.
 
-    Args:
-        then: called with (chunks, results so far) once `params.rows_together` rows are known; may overwrite the logits.
+    `then` is called with (chunks, results so far) once `params.rows_together` rows are known. It may overwrite the logits.
     """
     total, plan, shard = params.targets.shape[0], params.plan, params.shard
     zeros = torch.zeros(4, total, dtype=params.dtype, device=params.hidden.device)

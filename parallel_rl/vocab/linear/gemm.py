@@ -54,8 +54,7 @@ def add_hidden_gradient(total: Tensor, dz: Tensor, weight: Tensor, blank: bool =
 def add_weight_gradient(total: Tensor, dz: Tensor, hidden: Tensor, blank: bool = False) -> None:
     """Add dz [n, W]ᵀ · hidden [n, D] to `total` [W, D]; a blank total is overwritten.
 
-    Products and sums are at least float32; a narrower, blank total is rounded once. If the operands have the total's dtype, a
-    device does this in one product.
+    Products and sums are at least float32; a narrower, blank total is rounded once.
     """
     dtype = math_dtype(total.dtype)
     if dz.dtype == hidden.dtype == total.dtype == dtype:
@@ -128,7 +127,7 @@ def _blocks(weight: Tensor) -> Iterator[slice]:
 
 
 _ZEROS: dict[tuple[torch.Size, torch.dtype, torch.device], Tensor] = {}
-_TELLING = WeakIdKeyDictionary()  # weights with a hook
+_HOOKED = WeakIdKeyDictionary()  # weights with a hook
 
 
 @dataclass(frozen=True)
@@ -189,18 +188,18 @@ def padded(gradient: Tensor | None, like: Tensor | None) -> Tensor | None:
 def let_others_add(weight: Tensor) -> None:
     """Let other gradients of the weight reach its `main_grad`, too.
 
-    Megatron's data parallelism drops every gradient while `grad_added_to_main_grad` is set, also in later micro-batches: that
-    of a penalty on the weight, or of logits that were not fused. So the flag is set for the stand-in only. Do not use it
-    where Megatron's own layers set the flag: their stand-ins hold anything.
+    Megatron's data parallelism drops every gradient while `grad_added_to_main_grad` is set, also in later micro-batches: of a
+    penalty on the weight, or of logits that were not fused. So the flag is set for the stand-in only. Do not use it where
+    Megatron's own layers set the flag: their stand-ins hold anything.
     """
-    if weight not in _TELLING:
-        itself = weakref.ref(weight)  # a hook must not keep it alive
-        _TELLING[weight] = weight.register_hook(partial(_tell, itself))
+    if weight not in _HOOKED:
+        reference = weakref.ref(weight)  # a hook must not keep it alive
+        _HOOKED[weight] = weight.register_hook(partial(_flag_stand_in, reference))
 
 
-def _tell(reference: weakref.ref[Tensor], gradient: Tensor) -> None:
+def _flag_stand_in(reference: weakref.ref[Tensor], gradient: Tensor) -> None:
     weight = reference()
     assert weight is not None
     zeros = _ZEROS.get((weight.shape, weight.dtype, weight.device))
-    alone = zeros is not None and gradient.untyped_storage().data_ptr() == zeros.untyped_storage().data_ptr()
-    weight.grad_added_to_main_grad = alone  # type: ignore[attr-defined]
+    is_stand_in = zeros is not None and gradient.untyped_storage().data_ptr() == zeros.untyped_storage().data_ptr()
+    weight.grad_added_to_main_grad = is_stand_in  # type: ignore[attr-defined]

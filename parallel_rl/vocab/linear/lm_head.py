@@ -47,7 +47,7 @@ class LMHeadInput:
         mode: "auto", "in_forward", "resident" or "recompute", see `linear_token_stats`.
         budget: bytes beyond the gradients and in_forward's float32 sum of the weight's, or what it keeps in the sum's place;
             None: on a GPU 2 GiB, or less if 1.5 % of it is less; 64 MiB elsewhere.
-        rows: upper bound of loss-carrying rows in any rank's `hidden`; the others are not projected. A CPU counts them
+        rows: upper bound of the rows with loss in any rank's `hidden`; the others are not projected. A CPU counts them
             itself; more rows than the bound make every log-prob NaN (an error where values are checked).
         main_grad_factor: f: backward adds f × the weight's gradient to `weight.main_grad` in that tensor's dtype and gives
             autograd zeros (Megatron's gradient accumulation fusion, f = 1). None: the gradient goes through autograd.

@@ -21,10 +21,8 @@ if TYPE_CHECKING:
 def whole_logits(head: LMHeadInput, keep: Tensor, valid: int, group: ProcessGroup | None) -> Tensor:
     """Project to logits [B, S/cp, V/tp], with gradient; 0 in padding columns and rows without loss.
 
-    Logits, their gradient and all sums are float32 (float64 for float64 operands).
-
-    Args:
-        keep: [B · S/cp] loss-carrying rows. valid: real rows of the weight.
+    Logits, their gradient and all sums are float32 (float64 for float64 operands). `keep` [B · S/cp] marks rows with loss, and
+    `valid` is the number of real rows of the weight.
     """
     order = head.row_order(group)
     keep = order.to_rows(keep)

@@ -68,8 +68,7 @@ class LinearParams:
     ) -> LinearParams:
         """Set up the call for [N] targets and [N, K] recorded sets in gathered order.
 
-        Args:
-            keeps: a resident plan keeps its logits; False, without backward, uses the same chunks for the same bits.
+        A call without backward (`keeps` False) keeps no logits but uses the same chunks, for the same bits.
         """
         if isinstance(shard.temperature, torch.Tensor) and shard.temperature.dim():
             in_order = head.row_order(shard.group).to_rows(shard.temperature.reshape(-1))
@@ -141,11 +140,9 @@ class LinearParams:
         return RowSpec(self.targets[rows], self.keep[rows], inv_t, self.shard.start + start, stop - start)
 
     def fetched(self, spans: Sequence[slice], together: int = 1, masked: bool = True) -> Iterator[FetchedRows]:
-        """Yield hidden states span by span, while the next are fetched.
+        """Yield hidden states span by span, while the next are fetched; `masked` sets rows without loss to 0.
 
-        Args:
-            together: rows a part of a group of masked spans that are adjacent in memory.
-            masked: rows without loss are 0.
+        Masked spans come in groups of `together` rows a part, adjacent in memory.
         """
         assert masked or together == 1
         rows, zero = self.rows, self.hidden.new_zeros(())

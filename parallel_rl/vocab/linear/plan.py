@@ -26,7 +26,7 @@ _ALIGN, _ALIGN_COLUMNS = 16, 64
 # GEMM tile and SM count of an H100 or H200; a wave is one tile per SM
 _TILE, _WAVE = (128, 256), 132
 _GROUP = 1024  # rows of kept chunks; with fewer the weight's gradient waits for the sum it is added to
-_WAVE_COLUMNS = 33 * _TILE[1]  # multiples of 4 down there
+_WAVE_COLUMNS = 33 * _TILE[1]  # with row tiles in multiples of 4, whole waves
 _LEAST_ROWS = 256  # with fewer a product waits to read the weight
 _OF_GROUP = 3  # a chunk may take a third of its group's budget
 
@@ -38,18 +38,12 @@ class Plan:
     Forward projects `size` rows at a time, as a row's statistics need all its logits. Each gradient pass writes the whole
     weight gradient, so chunks are kept in half the bytes until they form a group. With known statistics any columns suffice, so
     backward projects tiles of many rows.
-
-    Attributes:
-        size: rows of a chunk with whole logits.
-        resident: all logits are kept until the backward.
-        group: rows whose logits are kept until they are multiplied together, one chunk or several.
-        tile: (rows, columns) re-projected together; for truncated rows a chunk as in forward.
     """
 
-    size: int
-    resident: bool
-    group: int
-    tile: tuple[int, int]
+    size: int  # rows of a chunk with whole logits
+    resident: bool  # all logits are kept until the backward
+    group: int  # rows whose logits are kept until they are multiplied together, one chunk or several
+    tile: tuple[int, int]  # (rows, columns) re-projected together; for truncated rows a chunk as in forward
 
 
 def check_mode(mode: LinearMode, budget: int | None, rows: int | None) -> None:
@@ -90,27 +84,18 @@ def card_budget(memory: int) -> int:
 
 @dataclass(frozen=True)
 class HeadShape:
-    """Sizes for a plan, equal on all ranks that share a batch.
+    """Sizes for a plan, equal on all ranks that share a batch."""
 
-    Attributes:
-        rows, size: R of each part and D of the hidden states; `dtype` is the operands'.
-        width: columns a rank, of `columns_of_rank`.
-        shared: other ranks work on the same rows. parts: ranks that the rows are split over.
-        in_place: the gradient of kept logits is written over them, see `LinearParams.grad_in_operand_dtype`.
-        whole_rows: re-projected logits must have the bits of the forward.
-        spared: bytes of a float32 sum of the weight's gradient beyond the gradient, not needed with one group of all rows.
-    """
-
-    rows: int
-    size: int
-    width: int
-    dtype: torch.dtype
+    rows: int  # R of each part
+    size: int  # D of the hidden states
+    width: int  # columns a rank, of `columns_of_rank`
+    dtype: torch.dtype  # of the operands
     device: torch.device
-    shared: bool = False
-    parts: int = 1
-    in_place: bool = False
-    whole_rows: bool = False
-    spared: int = 0
+    shared: bool = False  # other ranks work on the same rows
+    parts: int = 1  # ranks that the rows are split over
+    in_place: bool = False  # kept logits are overwritten by their gradient, see `LinearParams.grad_in_operand_dtype`
+    whole_rows: bool = False  # re-projected logits must have the bits of the forward
+    spared: int = 0  # bytes of the weight gradient's float32 sum beyond the gradient: unused with one group of all rows
 
     @property
     def on_card(self) -> bool:
@@ -146,10 +131,10 @@ def _fewest_waves(total: int, sizes: range, parts: int, columns: int) -> int:
     def waves(rows: int) -> int:
         return _waves(max(parts * rows, _LEAST_ROWS), columns)
 
-    def of_all(size: int) -> int:
+    def waves_of_all(size: int) -> int:
         return total // size * waves(size) + (waves(total % size) if total % size else 0)
 
-    return min(sizes, key=of_all)
+    return min(sizes, key=waves_of_all)
 
 
 def _waves(rows: int, columns: int) -> int:
@@ -204,21 +189,21 @@ class _Cost(NamedTuple):
 
 def _group(shape: HeadShape, cost: _Cost, room: int) -> tuple[int, int]:
     """Return the rows of a chunk and of a group of kept chunks; equal if one chunk fits as many."""
-    total, whole, row = shape.rows, rows_at_once(shape.rows, cost.whole, room), cost.half + cost.ends
+    total, single, row = shape.rows, rows_at_once(shape.rows, cost.whole, room), cost.half + cost.ends
     size = _power_of_rows(room // _OF_GROUP // cost.chunk)
-    left = room + shape.spared - total * row
-    if whole < total and left >= cost.chunk * max(1, min(size, _LEAST_ROWS)):
-        left = min(left, cost.chunk * (total - 1))  # at least two chunks, or nothing would be kept
-        at_once = _rows_projected(shape, cost.chunk, left)
+    spare = room + shape.spared - total * row
+    if single < total and spare >= cost.chunk * max(1, min(size, _LEAST_ROWS)):
+        spare = min(spare, cost.chunk * (total - 1))  # at least two chunks, or nothing would be kept
+        at_once = _rows_projected(shape, cost.chunk, spare)
         return at_once, -(-total // at_once) * at_once
     most = min(_MOST_ROWS, (room - size * cost.chunk) // row)
     size = _power_of_rows(min(size, most))
-    if not size or whole >= min(most, total):
-        return whole, whole
+    if not size or single >= min(most, total):
+        return single, single
     least = max(most // 2, min(most - size, _GROUP - 1))
     # the hidden states' gradient is a product with the weight
     group = _fewest_waves(total, range(most - most % size, least, -size), shape.parts, shape.size)
-    return (size, group) if group > max(size, whole) else (whole, whole)
+    return (size, group) if group > max(size, single) else (single, single)
 
 
 def _power_of_rows(most: int) -> int:

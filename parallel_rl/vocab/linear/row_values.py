@@ -39,23 +39,21 @@ def row_values(
     in_place: bool = False,
     columns: int | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Compute a value of each loss-carrying row of logits, and its gradient, without whole logits.
+    """Compute a value of each row of logits with loss, and its gradient, without whole logits.
 
-    With a `slope`, ∂loss/∂value, gradients are computed in forward from each chunk's logits; else in backward, which
-    re-projects them and repeats collectives of `function`. float16 hidden states wait for backward: the loss scale comes
-    after the slope.
+    With a `slope`, ∂loss/∂value, gradients are computed in forward from each chunk's logits. Otherwise, and for float16 hidden
+    states, whose loss scale comes after the slope, backward re-projects the logits and repeats collectives of `function`.
 
     Args:
-        head: the student's. keep: [N] loss-carrying rows, in logits order.
+        head: the student's. keep: [N] rows with loss, in logits order. slope: [N].
         function: differentiable in the logits, without padding columns.
         teacher: of the same tokens, without gradient: a second head or [N, V/tp] logits.
-        slope: [N].
         in_place: `function` writes its gradient over the logits; wrong with a soft cap.
         columns: C, if `function` returns that many; None: [n].
 
     Returns:
-        values [N] or [N, C], 0 in other rows; with gradients computed in forward they have none, and come with an exact 0
-        that carries it.
+        values [N] or [N, C], 0 in rows without loss, and None; with gradients computed in forward, values without gradient and
+            an exact 0 that has it.
     """
     call = RowCall.of(head, keep, shard, function, teacher, chunk_size(head, shard, teacher, in_place), columns)
     zero = None
@@ -93,16 +91,16 @@ class RowCall:
         columns: int | None,
     ) -> RowCall:
         order = head.row_order(shard.group)
-        kept, nothing = order.to_rows(keep), torch.zeros_like(keep, dtype=torch.int64)
-        params = LinearParams.of(head, shard, nothing, kept, None, mode="recompute", keeps=False)
+        kept, no_targets = order.to_rows(keep), torch.zeros_like(keep, dtype=torch.int64)
+        params = LinearParams.of(head, shard, no_targets, kept, None, mode="recompute", keeps=False)
         places = order.to_rows(torch.arange(len(keep), device=keep.device))
-        rows_of: TeacherRows | None = None
+        teacher_rows: TeacherRows | None = None
         if isinstance(teacher, LMHeadInput):
-            rows_of = projected_rows(teacher, params.rows, places, keep, shard)
+            teacher_rows = projected_rows(teacher, params.rows, places, keep, shard)
         elif teacher is not None:
-            rows_of = given_rows(teacher.detach(), shard)
+            teacher_rows = given_rows(teacher.detach(), shard)
         target = WeightTarget(head.weight, head.main_grad_factor)
-        return cls(params, target, places, function, rows_of, size, columns)
+        return cls(params, target, places, function, teacher_rows, size, columns)
 
     def run(self, gradients: Gradients | None, slope: Tensor | None = None) -> Tensor:
         """Compute [N] or [N, C] values, and add gradients of Σ slope · value, with slope in logits order."""
@@ -113,15 +111,15 @@ class RowCall:
         for span, hidden, _ in params.fetched(spans):
             at = self.places[params.rows.gathered(span)]
             z = params.logits(hidden, buffer, params.columns).detach()
-            beside = None if self.teacher is None else self.teacher(span, at)
+            of_teacher = None if self.teacher is None else self.teacher(span, at)
             with torch.set_grad_enabled(gradients is not None):
-                of_rows = self.function(z.requires_grad_(gradients is not None), at, beside)
+                of_rows = self.function(z.requires_grad_(gradients is not None), at, of_teacher)
                 value = of_rows if self.columns is None else of_rows[:, 0]
             values.index_copy_(0, at, of_rows.detach())
             if gradients is not None:
                 assert slope is not None
                 (dz,) = torch.autograd.grad(value, z, slope[at].to(of_rows.dtype))
-                del of_rows, value, beside
+                del of_rows, value, of_teacher
                 gradients.add_products([span], hidden, [params.columns], lambda _, z=z, dz=dz: self._sloped(z, dz))  # type: ignore[misc]
         return values
 
@@ -198,5 +196,5 @@ class _InBackward(torch.autograd.Function):
         gradients = Gradients(call.params, ctx.needs_input_grad[:3])  # type: ignore[attr-defined]
         upstream = upstream if call.columns is None else upstream[:, 0]
         call.run(gradients, upstream)
-        done = ForwardGradients(gradients.close(), call.target, hidden.shape, bias, call.params.shard)
-        return *done.scaled(upstream.new_ones(())), None
+        gathered = ForwardGradients(gradients.close(), call.target, hidden.shape, bias, call.params.shard)
+        return *gathered.scaled(upstream.new_ones(())), None

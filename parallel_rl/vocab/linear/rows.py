@@ -66,11 +66,11 @@ class LossRows:
         return torch.cat([self._of_parts(span) for span in spans])
 
     def _of_parts(self, span: slice) -> Tensor:
-        each = (
+        indices = (
             self.order[:, span] if self.order is not None else torch.arange(span.start, span.stop, device=self.device)
         )
         offsets = torch.arange(self.parts, device=self.device)[:, None] * self.rows_per_part
-        return (each + offsets).reshape(-1)
+        return (indices + offsets).reshape(-1)
 
 
 def put_rows(target: Tensor, rows: Rows, values: Tensor) -> None:

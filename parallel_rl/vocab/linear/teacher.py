@@ -54,12 +54,12 @@ def check_teacher_head(
         raise ValueError(f"teacher_logits: {error}") from None
     if (of_teacher.start, of_teacher.valid) != (shard.start, shard.valid):
         raise ValueError(
-            f"the teacher's head has {len(teacher.weight)} rows, which are words {_words(of_teacher)} of the vocabulary; the "
-            f"student's {len(student.weight)} are words {_words(shard)}, and both must be split alike"
+            f"the teacher's head has {len(teacher.weight)} rows, which are token ids {_ids(of_teacher)}; the "
+            f"student's {len(student.weight)} are token ids {_ids(shard)}, and both must be split alike"
         )
 
 
-def _words(shard: VocabShard) -> str:
+def _ids(shard: VocabShard) -> str:
     return f"[{shard.start}, {shard.start + shard.valid})"
 
 
@@ -87,8 +87,8 @@ def projected_rows(
     def project(span: slice, at: Tensor) -> Tensor:
         if parts > 1:
             at = places[rows.own_gathered(span)]
-        there = order[at] - offset if parts > 1 else order[at]
-        chosen = torch.where(keep[at, None], hidden[there], 0)
+        at_teacher = order[at] - offset if parts > 1 else order[at]
+        chosen = torch.where(keep[at, None], hidden[at_teacher], 0)
         if parts > 1:
             chosen = all_gather_start(chosen, group).wait()
         out = torch.empty(len(chosen), shard.valid, dtype=math_dtype(chosen.dtype), device=chosen.device)

@@ -93,7 +93,7 @@ def linear_token_stats(
 
     Raises:
         ValueError: on all ranks of the group, see `set_validation`: shapes, dtypes or options that do not fit; in_forward
-            without an objective; a budget too small for one row; where values are checked, more loss-carrying rows than
+            without an objective; a budget too small for one row; where values are checked, more rows with loss than
             `rows`, or in_forward with an objective that is not a sum over tokens.
     """
     head = LMHeadInput(
@@ -112,8 +112,8 @@ def linear_token_stats(
             sum_pi_squared=sum_pi_squared,
         )  # fmt: skip
         parts = head.parts(group)
-        wanted = (hidden.shape[0] * parts, *hidden.shape[1:-1])
-        check_tokens(targets, wanted, shard, ignore_index)
+        shape = (hidden.shape[0] * parts, *hidden.shape[1:-1])
+        check_tokens(targets, shape, shard, ignore_index)
         # split over its first dimension; the losses' own batches are split along the sequence
         flat = replace(head, hidden=hidden.flatten(0, -2))
         flat.check_rows((targets != ignore_index).reshape(-1), group)

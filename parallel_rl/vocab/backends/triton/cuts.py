@@ -9,28 +9,22 @@ from torch import Tensor
 
 
 class Cut(NamedTuple):
-    """A pass's division for a card: lanes of a tile, warps of a program, programs per multiprocessor.
+    """Division of a pass on a card; with fewer rows than `programs` × multiprocessors, rows are split."""
 
-    With fewer rows than `programs` × multiprocessors, a row is split over several programs.
-    """
-
-    lanes: int
-    warps: int
-    programs: int
+    lanes: int  # of a tile
+    warps: int  # of a program
+    programs: int  # per multiprocessor
 
 
-#: by (pass, compute capability); other cards use 9.0's. A reading thread has four 16-byte loads in flight, a reading and
-#: writing one two. Counted on machine code; `make gpu-check` sweeps them
+#: by (pass, compute capability), swept by `make gpu-check`; other cards use 9.0's
 CUTS = {("stats", (9, 0)): Cut(512, 4, 32), ("gradient", (9, 0)): Cut(512, 8, 32)}
 # thresholds compute more per logit than they load
 CUTS |= {("bins", (9, 0)): Cut(512, 4, 32), ("weigh", (9, 0)): Cut(128, 4, 32), ("held", (9, 0)): Cut(128, 4, 32)}
 
-#: columns of kept logits with a common top: a warp's float32 columns, which need no barrier
-PER_TOP = 128
+PER_TOP = 128  # columns of kept logits with a common top: a warp's float32 columns, which need no barrier
 
 
 def tops_of(columns: int) -> int:
-    """Return the number of tops of a row of kept logits."""
     return -(-columns // PER_TOP)
 
 

@@ -11,10 +11,8 @@ import triton.language as tl
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
 _LN_2 = tl.constexpr(0.6931471805599453)
-# below any exponent that matters, yet finite: 0 · _LOWEST is 0 where a logit is −inf
-_LOWEST = tl.constexpr(-1e30)
-# below it 2^x is 0, and p's factor stays too small for a loss scale to make it infinite (0 · ∞)
-_NO_MASS = tl.constexpr(-2048.0)
+_LOWEST = tl.constexpr(-1e30)  # below any exponent that matters, yet finite: 0 · _LOWEST is 0 where a logit is −inf
+_NO_MASS = tl.constexpr(-2048.0)  # 2^x is 0 below it, and no loss scale makes p's factor infinite (0 · ∞)
 
 
 @triton.jit
@@ -70,22 +68,16 @@ def _in_lanes(x, PER_LANE: tl.constexpr, ALIGNED: tl.constexpr):
 
 @triton.jit
 def _columns(LANES: tl.constexpr, PER_LANE: tl.constexpr, ALIGNED: tl.constexpr):
-    """Return a tile's columns: a lane's side by side, or a warp's apart, so its threads load neighbours.
-
-    The compiler spreads a lane of narrow adjacent loads over threads, which would then meet in each tile. In 64 bits, since
-    in 32 each address would be a separate sum.
-    """
+    """Return a tile's columns: adjacent in a lane if aligned, else spread so a warp loads neighbours."""
     lane, number = tl.arange(0, LANES)[:, None], tl.arange(0, PER_LANE)[None, :]
+    # narrow adjacent loads of a lane would be spread over threads, which would then meet in each tile
     apart = lane // 32 * (32 * PER_LANE) + lane % 32 + 32 * number
-    return (lane * PER_LANE + number if ALIGNED else apart).to(tl.int64)
+    return (lane * PER_LANE + number if ALIGNED else apart).to(tl.int64)  # in 32 bits each address is another sum
 
 
 @triton.jit
 def _add_tile(z, lowest, high, low, m, a, b, q, BOTH: tl.constexpr, ENTROPY: tl.constexpr, SQUARES: tl.constexpr):
-    """Add a tile to the lanes' maxima m and sums a = Σ 2^u, b = Σ 2^u·u, q = Σ 2^2u.
-
-    The tile is [LANES, PER_LANE]; u = (z − m)·high, or (z − m)·(high + low) with BOTH.
-    """
+    """Add a tile to the lanes' m, a = Σ 2^u, b = Σ 2^u·u, q = Σ 2^2u; u = (z − m)·(high + low·BOTH)."""
     top = tl.maximum(m, tl.max(z, 1))
     base = _finite_base(top)
     fall = _log2(m - base, lowest, high, low, BOTH)
@@ -104,15 +96,15 @@ def _add_tile(z, lowest, high, low, m, a, b, q, BOTH: tl.constexpr, ENTROPY: tl.
 def _store_half(z, at, columns, last, out, tops, MASKED: tl.constexpr, PER_TOP: tl.constexpr):
     """Store a tile as distances from the maximum of every PER_TOP columns, lanes of one warp: no barrier."""
     LANES: tl.constexpr = z.shape[0]
-    EACH: tl.constexpr = PER_TOP // z.shape[1]
-    top = _finite_base(tl.max(tl.reshape(tl.max(z, 1), [LANES // EACH, EACH]), 1))
-    top = tl.reshape(tl.broadcast_to(top[:, None], [LANES // EACH, EACH]), [LANES])
+    PER_GROUP: tl.constexpr = PER_TOP // z.shape[1]
+    top = _finite_base(tl.max(tl.reshape(tl.max(z, 1), [LANES // PER_GROUP, PER_GROUP]), 1))
+    top = tl.reshape(tl.broadcast_to(top[:, None], [LANES // PER_GROUP, PER_GROUP]), [LANES])
     lane = tl.arange(0, LANES)
-    first = lane % EACH == 0
+    first = lane % PER_GROUP == 0
     if MASKED:
         first &= at + lane * z.shape[1] < last
     tl.store(out + (at + columns), z - top[:, None], mask=at + columns < last if MASKED else None)
-    tl.store(tops + at // PER_TOP + lane // EACH, top, mask=first)
+    tl.store(tops + at // PER_TOP + lane // PER_GROUP, top, mask=first)
 
 
 @triton.jit(do_not_specialize=["start", "tokens"])
@@ -128,14 +120,13 @@ def stats_kernel(
     """
     row, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
     BLOCK: tl.constexpr = LANES * PER_LANE
-    # one multiplication a logit less with b, which gives the effect of the scale's other part
-    BOTH: tl.constexpr = not ENTROPY
+    BOTH: tl.constexpr = not ENTROPY  # b corrects for `low`, which saves a multiplication a logit
     first = split * columns_per_program
     end = tl.minimum(first + columns_per_program, _in_lanes(valid, PER_LANE, ALIGNED_ENDS))
     last = tl.where(tl.load(keep + row) != 0, end, first)
-    whole = first + (last - first) // BLOCK * BLOCK
+    full_end = first + (last - first) // BLOCK * BLOCK
     z_row = logits + _in_lanes(row * row_stride, PER_LANE, ALIGNED_ROWS)
-    # before the loop, which hides the two trips to memory
+    # before the loop, which hides the latency of two loads
     y = _local_column(targets, row, start, valid)
     z_y = tl.load(z_row + y.to(tl.int64) * column_stride, mask=(y >= first) & (y < last), other=float("-inf"))
     step = tl.load(inv_t + row * inv_t_stride)
@@ -149,17 +140,17 @@ def stats_kernel(
     if PER_TOP:
         half_row = half + _in_lanes(row * half_stride, PER_LANE, ALIGNED_ROWS)
         tops_row = tops + row * tops_stride
-    for at in range(first, whole, BLOCK):  # no mask: it would prevent wide loads
+    for at in range(first, full_end, BLOCK):  # no mask: it would prevent wide loads
         z = tl.load(z_row + (at + columns) * column_stride).to(tl.float32)
         m, a, b, q = _add_tile(z, lowest, high, low, m, a, b, q, BOTH, ENTROPY, SQUARES)
         if PER_TOP:
             _store_half(z, at, columns, last, half_row, tops_row, False, PER_TOP)
-    if whole < last:
-        inside = columns < last - whole
-        z = tl.load(z_row + (whole + columns) * column_stride, mask=inside, other=float("-inf")).to(tl.float32)
+    if full_end < last:
+        inside = columns < last - full_end
+        z = tl.load(z_row + (full_end + columns) * column_stride, mask=inside, other=float("-inf")).to(tl.float32)
         m, a, b, q = _add_tile(z, lowest, high, low, m, a, b, q, BOTH, ENTROPY, SQUARES)
         if PER_TOP:
-            _store_half(z, whole, columns, last, half_row, tops_row, True, PER_TOP)
+            _store_half(z, full_end, columns, last, half_row, tops_row, True, PER_TOP)
 
     top = tl.max(m, 0)
     base = _finite_base(top)
@@ -300,16 +291,16 @@ def gradient_kernel(
         c1 *= _LN_2
     y = _local_column(targets, row, start, valid)
     real = tl.where(kept, tl.maximum(tl.minimum(last, _in_lanes(valid, PER_LANE, ALIGNED_ENDS)), first), first)
-    whole = first + (real - first) // BLOCK * BLOCK
+    full_end = first + (real - first) // BLOCK * BLOCK
     tops_row = tops + row * tops_stride if PER_TOP else tops
     lane = tl.arange(0, LANES) * PER_LANE
-    for at in range(first, whole, BLOCK):
+    for at in range(first, full_end, BLOCK):
         column = at + columns
         z = tl.load(z_row + column.to(tl.int64) * column_stride).to(tl.float32)
         base = (top - tl.load(tops_row + (at + lane) // PER_TOP))[:, None] if PER_TOP else top
         dz = _gradient_of_tile(z, column, y, base, scale, log2_a, c0, c1, ct, ENTROPY)
         tl.store(out_row + column.to(tl.int64) * out_column_stride, dz)
-    for at in range(whole, last, BLOCK):
+    for at in range(full_end, last, BLOCK):
         column = at + columns
         z = tl.load(z_row + column.to(tl.int64) * column_stride, mask=column < real, other=float("-inf")).to(tl.float32)
         inside = at + lane < real

@@ -119,10 +119,7 @@ def _combine(parts: Tensor, keep: Tensor, inv_t: Tensor) -> tuple[Tensor, Tensor
 
 @torch.library.custom_op("parallel_rl::vocab_combine", mutates_args=())
 def vocab_combine(parts: Tensor, keep: Tensor, inv_t: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Combine [ranks, T, 3 to 5] parts to log-prob, entropy (or [0]), lse, backward's rows, Σπ² (or [0]).
-
-    The rows [T, 2 or 3] hold (M, log A, H).
-    """
+    """Combine parts [ranks, T, 3 to 5] to log-prob, entropy, lse, rows (M, log A, H), Σπ²; unused are [0]."""
     return _combine(parts, keep, inv_t)
 
 
@@ -210,7 +207,8 @@ def _launch_gradient(
     targets, keep = targets.contiguous(), keep.contiguous()
     device = logits.device
     tile = tiling(tokens, width, logits.element_size(), processors(device), cut("gradient", device))
-    upstream = [None if g is None else g.contiguous() for g in (g_logprobs, g_entropy, g_lse)]  # `sum` expands its own
+    # `sum` gives expanded gradients
+    upstream = [None if g is None else g.contiguous() for g in (g_logprobs, g_entropy, g_lse)]
     with on_device(logits.device):
         gradient_kernel[tokens, tile.splits](
             logits, tops, targets, keep, inv_t, rows, *upstream, out,
@@ -223,8 +221,6 @@ def _launch_gradient(
 
 
 # mypy: disable-error-code="no-untyped-def"
-
-
 _BLOCK, _WARPS = 1024, 4
 _PROGRAMS = 16  # per multiprocessor
 

@@ -17,8 +17,7 @@ def _tiling(name: str, logits: Tensor) -> Tiling:
     return tiling(tokens, width, logits.element_size(), processors(logits.device), cut(name, logits.device))
 
 
-def _of_rows(logits: Tensor, tile: Tiling) -> dict[str, int | bool]:
-    """Return constants of a pass over these logits."""
+def _sizes(logits: Tensor, tile: Tiling) -> dict[str, int | bool]:
     return {
         "LANES": tile.lanes, "PER_LANE": tile.per_lane, "ALIGNED_ROWS": tile.aligns_rows(logits),
         "ALIGNED_ENDS": tile.aligns(logits.shape[1]), "num_warps": tile.warps,
@@ -29,8 +28,8 @@ def _of_rows(logits: Tensor, tile: Tiling) -> dict[str, int | bool]:
 def vocab_bins(logits: Tensor, end: Tensor, rate: Tensor, inv_t: Tensor, bins: int) -> tuple[Tensor, Tensor]:
     """Count logits [T, W] in bins of a window with upper end and bins per unit [T, 1].
 
-    Returns [T, bins + 2]: the count of each bin except the last, 0 for that, the total mass relative to the window's end, and
-    the last bin's mass; and the maximum [T, 1].
+    Returns [T, bins + 2]: the count of each bin, 0 for the last; the total mass relative to the window's end; the last bin's
+    mass. And the maximum [T, 1].
     """
     tokens, width = logits.shape
     sums, largest = _binned(logits, end, rate, inv_t, bins)
@@ -40,7 +39,7 @@ def vocab_bins(logits: Tensor, end: Tensor, rate: Tensor, inv_t: Tensor, bins: i
     parts = torch.empty(tile.splits, tokens, bins + 3, dtype=torch.float32, device=logits.device)
     with on_device(logits.device):
         bins_kernel[tokens, tile.splits](
-            logits, end, rate, inv_t, parts, width, tokens, *logits.stride(), tile.columns, BINS=bins, **_of_rows(logits, tile)
+            logits, end, rate, inv_t, parts, width, tokens, *logits.stride(), tile.columns, BINS=bins, **_sizes(logits, tile)
         )  # fmt: skip
     torch.sum(parts[..., :-1], 0, out=sums)
     torch.amax(parts[..., -1:], 0, out=largest)
@@ -59,9 +58,9 @@ def vocab_weigh(
     """Weigh logits above the brackets [T, B] of top-k (if B = 2) and top-p, and copy those inside.
 
     Returns:
-        [T, 5]: counts above top-k's bracket, and from its lower end on; the mass above it, or without top-k the total; the
-            mass above top-p's, and from its lower end on. Then [B, T, capacity] the logits inside each, in any order, and [B,
-            T] their number, which may exceed the capacity.
+        [T, 5]: counts above top-k's bracket, and from its lower end on; the mass above it (without top-k the total), above
+            top-p's, and from that one's lower end on. [B, T, capacity] the logits inside, in any order. [B, T] their number,
+            also beyond the capacity.
     """
     sums, values, number = _weighed(logits, low, high, top, inv_t, unit, capacity)
     sums.zero_(), number.zero_()
@@ -73,7 +72,7 @@ def vocab_weigh(
     with on_device(logits.device):
         weigh_kernel[tokens, tile.splits](
             logits, low, high, top, inv_t, unit, parts, values, number,
-            width, tokens, *logits.stride(), capacity, tile.columns, TOP_K=low.shape[1] > 1, **_of_rows(logits, tile),
+            width, tokens, *logits.stride(), capacity, tile.columns, TOP_K=low.shape[1] > 1, **_sizes(logits, tile),
         )  # fmt: skip
     return parts.sum(0), values, number
 
@@ -89,19 +88,13 @@ def _weighed(
 
 @torch.library.custom_op("parallel_rl::vocab_held", mutates_args=())
 def vocab_held(
-    logits: Tensor,
-    missed: Tensor,
-    values: Tensor,
-    found: Tensor,
-    before: Tensor,
-    scale: Sequence[Tensor],
-    pivots: Tensor,
-) -> Tensor:
+    logits: Tensor, missed: Tensor, values: Tensor, copied: Tensor, before: Tensor, scale: Sequence[Tensor], pivots: Tensor
+) -> Tensor:  # fmt: skip
     """Count each row's logits from its pivots [T, 8] on, or with a scale sum their mass; [T, 8] int64.
 
     Args:
         missed: [T, 1] bool rows whose logits are read.
-        values, found, before: for the other rows, [T, C] candidates, [T] their number, [T, 1] the count or mass above them.
+        values, copied, before: for the other rows, [T, C] candidates, [T] their number, [T, 1] the count or mass above them.
         scale: [T, 1] smallest logit that counts, maximum and 1/temperature, and [1, 1] the largest mass; or empty.
     """
     tokens, width = logits.shape
@@ -109,14 +102,14 @@ def vocab_held(
     parts = torch.empty(tile.splits, tokens, 8, dtype=torch.int64, device=logits.device)
     with on_device(logits.device):
         held_kernel[tokens, tile.splits](
-            logits, missed.contiguous(), values, found, before.contiguous(), pivots, *(scale or (None,) * 4), parts,
-            width, tokens, *logits.stride(), values.shape[1], tile.columns, MASSES=len(scale) > 0, **_of_rows(logits, tile),
+            logits, missed.contiguous(), values, copied, before.contiguous(), pivots, *(scale or (None,) * 4), parts,
+            width, tokens, *logits.stride(), values.shape[1], tile.columns, MASSES=len(scale) > 0, **_sizes(logits, tile),
         )  # fmt: skip
     return parts.sum(0)
 
 
 @vocab_held.register_fake
 def _(
-    logits: Tensor, missed: Tensor, values: Tensor, found: Tensor, before: Tensor, scale: Sequence[Tensor], pivots: Tensor
+    logits: Tensor, missed: Tensor, values: Tensor, copied: Tensor, before: Tensor, scale: Sequence[Tensor], pivots: Tensor
 ) -> Tensor:  # fmt: skip
     return torch.empty_like(pivots, dtype=torch.int64, memory_format=torch.contiguous_format)

@@ -42,7 +42,7 @@ def bins_kernel(
     """Count logits of a row's part per bin except the last, with total mass, the last's, and the maximum."""
     row, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
     BLOCK: tl.constexpr = LANES * PER_LANE
-    first, whole, last = _part(split, columns_per_program, width, BLOCK, PER_LANE, ALIGNED_ENDS)
+    first, full_end, last = _part(split, columns_per_program, width, BLOCK, PER_LANE, ALIGNED_ENDS)
     z_row = logits + _in_lanes(row * row_stride, PER_LANE, ALIGNED_ROWS)
     columns = _columns(LANES, PER_LANE, ALIGNED_ROWS)
     top, bins_per_unit = tl.load(end + row), tl.load(rate + row)
@@ -51,14 +51,13 @@ def bins_kernel(
     counts = tl.zeros([BINS], tl.int32)
     total = tl.zeros([LANES], tl.float32)
     below = tl.zeros([LANES], tl.float32)
-    # one per place of a tile: Triton 3.6 fails on a running maximum over loaded values
-    largest = tl.full([LANES, PER_LANE], float("-inf"), tl.float32)
-    for at in range(first, whole, BLOCK):
+    largest = tl.full([LANES, PER_LANE], float("-inf"), tl.float32)  # Triton 3.6 fails on a running maximum of loads
+    for at in range(first, full_end, BLOCK):
         z = tl.load(z_row + (at + columns) * column_stride).to(tl.float32)
         counts, total, below, largest = _count_tile(z, top, bins_per_unit, step, counts, total, below, largest, BINS)
-    if whole < last:
-        inside = columns < last - whole
-        z = tl.load(z_row + (whole + columns) * column_stride, mask=inside, other=float("-inf")).to(tl.float32)
+    if full_end < last:
+        inside = columns < last - full_end
+        z = tl.load(z_row + (full_end + columns) * column_stride, mask=inside, other=float("-inf")).to(tl.float32)
         counts, total, below, largest = _count_tile(z, top, bins_per_unit, step, counts, total, below, largest, BINS)
     out = parts + (split.to(tl.int64) * tokens + row) * (BINS + 3)
     tl.store(out + tl.arange(0, BINS), counts.to(tl.float32))
@@ -73,12 +72,12 @@ def _mass(z, top, inv_t, unit):
 
 
 @triton.jit
-def _copy_tile(z, inside, found, values, capacity):
+def _copy_tile(z, inside, copied, values, capacity):
     """Store the logits inside, in any order: the search among them uses integer sums."""
     number = inside.to(tl.int32)
     up_to = tl.cumsum(number, 1)
     of_lane = tl.sum(number, 1)
-    place = tl.atomic_add(found + tl.zeros(of_lane.shape, tl.int32), of_lane, mask=of_lane > 0, sem="relaxed")
+    place = tl.atomic_add(copied + tl.zeros(of_lane.shape, tl.int32), of_lane, mask=of_lane > 0, sem="relaxed")
     place = place[:, None] + up_to - 1
     tl.store(values + place, z.to(values.dtype.element_ty), mask=inside & (place < capacity))
 
@@ -86,31 +85,31 @@ def _copy_tile(z, inside, found, values, capacity):
 @triton.jit
 def _weigh_tile(
     z, low, high, k_low, k_high, top, inv_t, unit, n_high, n_low, m_k, m_high, m_low,
-    found, values, k_found, k_values, capacity, TOP_K: tl.constexpr,
+    copied, values, k_copied, k_values, capacity, TOP_K: tl.constexpr,
 ):  # fmt: skip
     mass = _mass(z, top, inv_t, unit)
     from_high, from_low, from_k = z >= high, z >= low, z >= k_high
     m_k += tl.sum(tl.where(from_k, mass, 0), 1)
     m_high += tl.sum(tl.where(from_high, mass, 0), 1)
     m_low += tl.sum(tl.where(from_low, mass, 0), 1)
-    _copy_tile(z, from_low & (z < high), found, values, capacity)
+    _copy_tile(z, from_low & (z < high), copied, values, capacity)
     if TOP_K:
         n_high += tl.sum(from_k.to(tl.int32), 1)
         n_low += tl.sum((z >= k_low).to(tl.int32), 1)
-        _copy_tile(z, (z >= k_low) & (z < k_high), k_found, k_values, capacity)
+        _copy_tile(z, (z >= k_low) & (z < k_high), k_copied, k_values, capacity)
     return n_high, n_low, m_k, m_high, m_low
 
 
 @triton.jit(do_not_specialize=["tokens"])
 def weigh_kernel(
-    logits, low, high, top, inv_t, unit, parts, values, found,
+    logits, low, high, top, inv_t, unit, parts, values, copied,
     width, tokens, row_stride, column_stride, capacity, columns_per_program,
     TOP_K: tl.constexpr, LANES: tl.constexpr, PER_LANE: tl.constexpr, ALIGNED_ROWS: tl.constexpr, ALIGNED_ENDS: tl.constexpr,
 ):  # fmt: skip
     """Sum a row's part, [splits, tokens, 5]; copy its logits in brackets, [1 + TOP_K, tokens, capacity]."""
     row, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
     BLOCK: tl.constexpr = LANES * PER_LANE
-    first, whole, last = _part(split, columns_per_program, width, BLOCK, PER_LANE, ALIGNED_ENDS)
+    first, full_end, last = _part(split, columns_per_program, width, BLOCK, PER_LANE, ALIGNED_ENDS)
     z_row = logits + _in_lanes(row * row_stride, PER_LANE, ALIGNED_ROWS)
     columns = _columns(LANES, PER_LANE, ALIGNED_ROWS)
     base, step, most = tl.load(top + row), tl.load(inv_t + row), tl.load(unit)
@@ -120,10 +119,10 @@ def weigh_kernel(
     k_low, k_high = tl.full([], float("-inf"), tl.float32), tl.full([], float("-inf"), tl.float32)
     if TOP_K:
         k_low, k_high = tl.load(low), tl.load(high)
-    k_found, k_values = found + row, values + row * capacity
-    p_found, p_values = k_found, k_values
+    k_copied, k_values = copied + row, values + row * capacity
+    p_copied, p_values = k_copied, k_values
     if TOP_K:
-        p_found += tokens
+        p_copied += tokens
         p_values += tokens.to(tl.int64) * capacity
 
     n_high = tl.zeros([LANES], tl.int32)
@@ -131,18 +130,18 @@ def weigh_kernel(
     m_k = tl.zeros([LANES], tl.int64)
     m_high = tl.zeros([LANES], tl.int64)
     m_low = tl.zeros([LANES], tl.int64)
-    for at in range(first, whole, BLOCK):
+    for at in range(first, full_end, BLOCK):
         z = tl.load(z_row + (at + columns) * column_stride).to(tl.float32)
         n_high, n_low, m_k, m_high, m_low = _weigh_tile(
             z, p_low, p_high, k_low, k_high, base, step, most, n_high, n_low, m_k, m_high, m_low,
-            p_found, p_values, k_found, k_values, capacity, TOP_K,
+            p_copied, p_values, k_copied, k_values, capacity, TOP_K,
         )  # fmt: skip
-    if whole < last:  # NaN is in no bracket and above none
-        inside = columns < last - whole
-        z = tl.load(z_row + (whole + columns) * column_stride, mask=inside, other=float("nan")).to(tl.float32)
+    if full_end < last:  # NaN is in no bracket and above none
+        inside = columns < last - full_end
+        z = tl.load(z_row + (full_end + columns) * column_stride, mask=inside, other=float("nan")).to(tl.float32)
         n_high, n_low, m_k, m_high, m_low = _weigh_tile(
             z, p_low, p_high, k_low, k_high, base, step, most, n_high, n_low, m_k, m_high, m_low,
-            p_found, p_values, k_found, k_values, capacity, TOP_K,
+            p_copied, p_values, k_copied, k_values, capacity, TOP_K,
         )  # fmt: skip
     out = parts + (split.to(tl.int64) * tokens + row) * 5
     tl.store(out, tl.sum(n_high, 0).to(tl.int64))
@@ -171,15 +170,12 @@ def _hold_tile(z, pivots, floor, top, inv_t, unit, held, MASSES: tl.constexpr):
 
 @triton.jit(do_not_specialize=["tokens"])
 def held_kernel(
-    logits, missed, values, found, before, pivots, floor, top, inv_t, unit, parts,
+    logits, missed, values, copied, before, pivots, floor, top, inv_t, unit, parts,
     width, tokens, row_stride, column_stride, capacity, columns_per_program,
     MASSES: tl.constexpr, LANES: tl.constexpr, PER_LANE: tl.constexpr,
     ALIGNED_ROWS: tl.constexpr, ALIGNED_ENDS: tl.constexpr,
 ):  # fmt: skip
-    """Count a row's logits from each pivot on, or their mass, [splits, tokens, 8].
-
-    Rows that missed read their part; others use their candidates and what lies above them, unread.
-    """
+    """Count logits from each pivot on, or sum their mass: of a row that missed, else of its candidates."""
     row, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
     BLOCK: tl.constexpr = LANES * PER_LANE
     columns = _columns(LANES, PER_LANE, ALIGNED_ROWS)
@@ -196,16 +192,16 @@ def held_kernel(
     out = parts + (split.to(tl.int64) * tokens + row) * 8
     if tl.load(missed + row) != 0:
         z_row = logits + _in_lanes(row * row_stride, PER_LANE, ALIGNED_ROWS)
-        first, whole, last = _part(split, columns_per_program, width, BLOCK, PER_LANE, ALIGNED_ENDS)
-        for at in range(first, whole, BLOCK):
+        first, full_end, last = _part(split, columns_per_program, width, BLOCK, PER_LANE, ALIGNED_ENDS)
+        for at in range(first, full_end, BLOCK):
             z = tl.load(z_row + (at + columns) * column_stride).to(tl.float32)
             held = _hold_tile(z, pivot, least, base, step, most, held, MASSES)
-        if whole < last:
-            inside = columns < last - whole
-            z = tl.load(z_row + (whole + columns) * column_stride, mask=inside, other=float("nan"))
+        if full_end < last:
+            inside = columns < last - full_end
+            z = tl.load(z_row + (full_end + columns) * column_stride, mask=inside, other=float("nan"))
             held = _hold_tile(z.to(tl.float32), pivot, least, base, step, most, held, MASSES)
     elif split == 0:
-        count = tl.load(found + row)
+        count = tl.load(copied + row)
         for at in range(0, count, BLOCK):
             column = at + columns
             z = tl.load(values + row * capacity + column, mask=column < count, other=float("nan")).to(tl.float32)
