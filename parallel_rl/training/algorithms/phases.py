@@ -34,10 +34,7 @@ Run = Callable[..., StepMetrics]  # (session, its section, where the run stands)
 
 @dataclass(frozen=True)
 class Phase:
-    """`steps` calls of `run` with one loss and one optimizer, whose rate is scheduled over `updates`.
-
-    `takes` counts the records of each source in a step.
-    """
+    """A loss and an optimizer for `steps` calls of `run`; `takes` counts each source's records in a step."""
 
     name: str
     steps: int
