@@ -120,8 +120,7 @@ class RLConfig:
         optimizer: AdamW of the policy.
         updates: optimizer steps on one step's samples.
         prev_logprobs: "recompute" runs the training forward before the first update; "generation" takes the recorded ones.
-        record: writes each step's samples to rollouts/step_<number>_<data rank>.jsonl in the run's folder, to train on later
-            (`data.rollouts`).
+        record: write each step's samples to run.dir/rollouts/step_<number>_<data rank>.jsonl, for `data.rollouts`.
         dynamic_sampling: replace prompts whose samples have too low or too high a mean reward (DAPO). null: keep all.
         overlong: change the rewards of long or truncated completions. null: keep them.
         failed_samples: what happens to samples whose reward function fails or whose log-probs are not finite.
@@ -169,7 +168,7 @@ class RLConfig:
 
     @property
     def rounds(self) -> int:
-        """Bound the rounds in which a step samples."""
+        """Return the most rounds in which a step samples."""
         return 1 if self.dynamic_sampling is None else self.dynamic_sampling.max_rounds
 
     def policy_version(self, step: int) -> int:
@@ -281,7 +280,7 @@ class DistillationConfig:
         of_topk = ("teacher_topk_logits", "teacher_topk_indices", "teacher_logsumexp")
         of_records = dict.fromkeys(own_names(self.loss) if self.rows == "examples" else (), "")
         if self.top_k is None:
-            wanted = "which distillation.top_k gives; set it to a number of words"
+            wanted = "which distillation.top_k gives; set it to a number of tokens"
             return check_fields_available(
                 self.loss, {"teacher_logits": "", **dict.fromkeys(of_topk, wanted), **of_records}
             )
