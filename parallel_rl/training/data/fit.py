@@ -17,12 +17,7 @@ WARN_SHARE = 0.1
 
 @dataclass(frozen=True)
 class Unfit:
-    """Counts of a source's records that did not fit.
-
-    Attributes:
-        checked, dropped, cut: numbers of records.
-        longest: tokens of the longest sequence before that.
-    """
+    """Counts of a source's records that did not fit; `longest` has tokens of a sequence before any cut."""
 
     checked: int
     dropped: int
@@ -86,5 +81,4 @@ def _first_learned(target: Target) -> int:
 
 
 def begin_of(target: Target, count: int) -> Target:
-    """Cut a target to its first `count` tokens."""
     return Target(target.tokens[:count], None if target.mask is None else target.mask[:count])

@@ -37,25 +37,18 @@ class Lines:
         return _object(self._data[first:last])
 
     def rows(self, first: int, last: int) -> Iterator[Row]:
-        """Iterate over lines `first` up to `last`."""
         return (self.row(index) for index in range(first, last))
 
 
 @dataclass(frozen=True)
 class JsonlFile:
-    """One JSON object a line.
-
-    Attributes:
-        path: of the file.
-        size: bytes up to the end of the last line that is not blank, see `size_of`.
-    """
+    """One JSON object a line; `size` ends after the last line that is not blank, see `size_of`."""
 
     path: Path
     size: int
     word = "line"
 
     def units(self, step: int) -> int:
-        """Count the blocks of `step` bytes."""
         return -(-self.size // step)
 
     def index(self, number: int, first: int, last: int, step: int) -> Entries:

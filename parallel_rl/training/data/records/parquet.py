@@ -28,11 +28,9 @@ class Table:
         return int(self._table.num_rows)
 
     def row(self, index: int) -> Row:
-        """Return row `index` of the row group."""
         return next(self.rows(index, index + 1))
 
     def rows(self, first: int, last: int) -> Iterator[Row]:
-        """Iterate over rows `first` up to `last`."""
         for row in self._table.slice(first, last - first).to_pylist():
             yield {key: value for key, value in row.items() if value is not None}
 
