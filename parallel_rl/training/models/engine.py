@@ -72,9 +72,8 @@ class Engine:
 def start_world(config: TrainConfig) -> None:
     """Join torchrun's world, or make a world of one; see `job_backend`.
 
-    Raises:
-        ValueError: before any communication: a world of the wrong size, an unusable machine, a layout that gloo cannot run.
-            On all ranks: different configs or tokenizers.
+    Before any communication, ValueError for a world of the wrong size, an unusable machine, or a layout that gloo
+    cannot run. On all ranks, ValueError for different configs or tokenizers.
     """
     inside, sizes = dist.is_initialized(), config.parallel
     data_parallel_size(sizes, dist.get_world_size() if inside else int(os.environ.get("WORLD_SIZE", "1")))
@@ -104,7 +103,7 @@ def end_world() -> None:
 
 
 def _check_gloo(sizes: ParallelConfig) -> None:
-    """Refuse a layout that would fail over gloo in its first step."""
+    """Raise ValueError for a layout that would fail over gloo in its first step."""
     shared = sizes.tensor if sizes.expert_tensor is None else sizes.expert_tensor
     if sizes.expert > 1 and shared > 1:
         raise ValueError(
