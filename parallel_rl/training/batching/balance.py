@@ -113,7 +113,7 @@ class _Run(NamedTuple):
 
 
 def _runs(weights: list[list[int]], part: int, parts: int) -> list[_Run]:
-    """List the runs of a part: a row with a weight, and the rows without one behind it."""
+    """List the runs of a part: a row with a weight, and the rows without one after it."""
     runs = []
     for rank, of_rank in enumerate(weights):
         size = len(of_rank) // parts

@@ -67,10 +67,10 @@ def fill_optimizer(optimizer: MegatronOptimizer, state: State) -> None:
     for number, part in enumerate(parts):
         saved: Any = state if len(parts) == 1 else state[number]  # type: ignore[index]
         inner = saved.get("optimizer", saved)
-        present = part.optimizer.state_dict()["param_groups"]
+        current_groups = part.optimizer.state_dict()["param_groups"]
         # a fused Adam counts steps in its groups, torch's in each parameter's state
         in_state, in_groups = _step_of(part.optimizer, step)
-        inner["param_groups"] = [{**group, **_values_of(group, groups), **in_groups} for group in present]
+        inner["param_groups"] = [{**group, **_values_of(group, groups), **in_groups} for group in current_groups]
         if not isinstance(part, DistributedOptimizer):
             inner["state"].pop("common_step", None)
             inner["state"] |= {} if in_state is None else {"common_step": in_state}
@@ -116,10 +116,10 @@ def _values_of(group: Mapping[str, Any], saved: Sequence[Mapping[str, Any]]) -> 
     """Return a parameter group as stored; experts have their own only under expert parallelism."""
     names = ("wd_mult", "lr_mult", "is_decoupled_lr")
     # from 0.17 on the identifiers include the ends of schedules
-    present = ("params", "step", *param_group_identifier_keys)
+    excluded = ("params", "step", *param_group_identifier_keys)
     for other in saved:
         if all(group.get(name) == other.get(name) for name in names):
-            return {name: value for name, value in other.items() if name not in present}
+            return {name: value for name, value in other.items() if name not in excluded}
     raise ValueError(f"it has no group of parameters with { {name: group.get(name) for name in names} }")
 
 

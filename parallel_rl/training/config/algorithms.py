@@ -124,7 +124,7 @@ class RLConfig:
         dynamic_sampling: replace prompts whose samples have too low or too high a mean reward (DAPO). null: keep all.
         overlong: change the rewards of long or truncated completions. null: keep them.
         failed_samples: what happens to samples whose reward function fails or whose log-probs are not finite.
-        server: rollout servers that draw the samples. null: the trainer draws them.
+        server: rollout servers that sample completions. null: the trainer samples them.
         experts: demonstrations from `data.examples` added to the samples of each step, for a loss that reads `expert_mask`.
         advantages: advantage estimator and its options.
         reward_kl: estimator of the KL to the reference policy that `advantages.kl_coefficient` subtracts from the reward.
@@ -259,7 +259,7 @@ class DistillationConfig:
     teacher: checkpoint folder of a model of the same shape and vocabulary, relative to the config file.
     rows: "examples" are demonstrations from `data.examples`. "policy" are the student's own completions of `data.train`
         (on-policy distillation, GKD).
-    server: rollout servers that draw the student's completions. null: the trainer draws them.
+    server: rollout servers that sample the student's completions. null: the trainer samples them.
     top_k: keep the teacher's k most likely tokens per position, for a loss that reads `teacher_topk_logits` and
         `teacher_topk_indices`. null: the whole distribution.
     loss: a loss that reads `teacher_logits`, or the fields that `top_k` provides.

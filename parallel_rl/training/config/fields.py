@@ -80,27 +80,27 @@ def own_fields(choice: LossConfig) -> tuple[Field, ...]:
     ValueError for a reserved name, or an alignment that records do not have.
     """
     fields = choice.requirements.fields
-    declared = tuple(
-        field
-        for field in fields
-        if field.name not in _PROVIDED and field.per in ("token", "sequence") and not field.width
+    extra = tuple(
+        declared
+        for declared in fields
+        if declared.name not in _PROVIDED and declared.per in ("token", "sequence") and not declared.width
     )
-    for field in declared:
-        if field.name in _RESERVED:
+    for declared in extra:
+        if declared.name in _RESERVED:
             raise ValueError(
-                f"loss.name = {choice.name!r} declares the field {field.name!r}, a name that the trainer or the records use "
+                f"loss.name = {choice.name!r} declares the field {declared.name!r}, a name that the trainer or the records use "
                 "for something else; rename the field"
             )
-        if field.per == "token" and field.alignment == "predictor":
+        if declared.per == "token" and declared.alignment == "predictor":
             raise ValueError(
-                f"loss.name = {choice.name!r} declares the field {field.name!r} with alignment 'predictor'; records give "
+                f"loss.name = {choice.name!r} declares the field {declared.name!r} with alignment 'predictor'; records give "
                 "values at their own tokens, so declare alignment 'token'"
             )
-    return declared
+    return extra
 
 
 def own_names(choice: LossConfig) -> tuple[str, ...]:
-    return tuple(field.name for field in own_fields(choice))
+    return tuple(declared.name for declared in own_fields(choice))
 
 
 def has_unknown_fields(choice: LossConfig) -> bool:

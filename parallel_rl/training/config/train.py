@@ -299,13 +299,13 @@ class TrainConfig:
                 "micro-batches; set batch.micro_batch_size"
             )
         on_policy = self.distillation is not None and self.distillation.rows == "policy"
-        draws = (self.rl is not None and self.data.rollouts is None) or on_policy
+        samples = (self.rl is not None and self.data.rollouts is None) or on_policy
         served = self.server is not None
-        for name, present in (
-            (self.objective, draws and not served),
+        for name, uses_sampler in (
+            (self.objective, samples and not served),
             ("evaluation", self.evaluation is not None and (self.server is None or self.server.update is None)),
         ):
-            if present:
+            if uses_sampler:
                 raise ValueError(
                     f"the section {name!r} with parallel.expert = {experts} would use the trainer's own sampler, whose "
                     f"data ranks end at different tokens; set {self.objective}.server with update, or parallel.expert to 1"

@@ -1,4 +1,4 @@
-"""Conversations of records: the prompt, and the assistant's turns behind it."""
+"""Conversations of records: the prompt, and the assistant's turns after it."""
 
 from __future__ import annotations
 
@@ -61,15 +61,15 @@ def asked_text(messages: Sequence[Message]) -> str:
 def split_turns(messages: Sequence[Message], last_only: bool) -> tuple[list[Message], list[Message]]:
     """Split before the first answer to the user, or before the last; ValueError if no answer is last.
 
-    >>> said = [{"role": role, "content": "…"} for role in ("user", "assistant", "user", "assistant")]
-    >>> [len(part) for part in split_turns(said, last_only=False)], [len(part) for part in split_turns(said, last_only=True)]
+    >>> talk = [{"role": role, "content": "…"} for role in ("user", "assistant", "user", "assistant")]
+    >>> [len(part) for part in split_turns(talk, last_only=False)], [len(part) for part in split_turns(talk, last_only=True)]
     ([1, 3], [3, 1])
     """
     roles = [message["role"] for message in messages]
     first = roles.index("user") if "user" in roles else len(roles)
     if not _is_answer(messages[-1]) or first >= len(roles) - 1:
         raise ValueError(
-            f"'messages' ends with one of {roles[-1]!r}; a text of {ANSWERS} behind a question is needed, or an 'answer'"
+            f"'messages' ends with one of {roles[-1]!r}; a text of {ANSWERS} after a question is needed, or an 'answer'"
         )
     cut = len(roles) - 1 if last_only else roles.index("assistant", first)
     return list(messages[:cut]), list(messages[cut:])
@@ -90,7 +90,7 @@ def answers_of(value: object, key: str, asked: Sequence[Message]) -> list[Messag
             break
     if not messages or messages[0]["role"] != "assistant" or not _is_answer(messages[-1]):
         raise ValueError(
-            f"{key!r} has messages of {[message['role'] for message in messages]} behind the prompt; the first and the last "
+            f"{key!r} has messages of {[message['role'] for message in messages]} after the prompt; the first and the last "
             f"must be of {ANSWERS}"
         )
     return messages

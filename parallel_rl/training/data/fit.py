@@ -53,7 +53,7 @@ def longest_that_fits(room: Callable[[int], None], most: int) -> int:
 
 
 def shorten(record: RecordT, limit: int, new: int) -> RecordT:
-    """Cut a record to `limit` tokens, with `new` sampled ones behind a prompt; ValueError if none is left.
+    """Cut a record to `limit` tokens, with `new` sampled ones after a prompt; ValueError if none is left.
 
     A prompt of RL loses its first tokens. An example or a pair loses the end of its answers, as in TRL's `keep_start`; if the
     prompt leaves no room for a token with loss, the prompt also loses its first tokens.

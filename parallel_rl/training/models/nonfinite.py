@@ -30,14 +30,14 @@ class Skips:
         text = f"the gradient norm is {norm:g}{where}"
         if config.on_nonfinite == "error":
             raise ValueError(
-                f"{text}. The last good checkpoint stands, see metrics.jsonl; optimizer.on_nonfinite = 'skip' leaves such a "
+                f"{text}. The last good checkpoint is kept, see metrics.jsonl; optimizer.on_nonfinite = 'skip' leaves such a "
                 "step out"
             )
         self.total, self.in_a_row = self.total + 1, self.in_a_row + 1
         if self.in_a_row > config.max_skips:
             raise ValueError(
-                f"{text}. {self.in_a_row} steps in a row were such, and optimizer.max_skips = {config.max_skips}. The last "
-                "good checkpoint stands, see metrics.jsonl"
+                f"{text}. {self.in_a_row} steps in a row had such a norm, and optimizer.max_skips = {config.max_skips}. The "
+                "last good checkpoint is kept, see metrics.jsonl"
             )
 
 

@@ -37,7 +37,7 @@ class Reading:
 class Progress:
     """Counters after `step` steps of a phase.
 
-    Tokens include all that may be sampled behind a prompt. `filled` is the mean fraction of micro-batches that tokens fill,
+    Tokens include all that may be sampled after a prompt. `filled` is the mean fraction of micro-batches that tokens fill,
     `memory` the resident bytes, `trees` the counts of their rows if prefixes are shared.
     """
 

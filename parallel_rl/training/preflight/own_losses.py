@@ -51,7 +51,7 @@ def _built(chosen: LossConfig, sampling: SamplingConfig | None = None) -> Given:
 
 
 def check_losses(config: TrainConfig) -> list[str]:
-    """Compare the run's losses with one process, on Megatron's present groups; return their names.
+    """Compare the run's losses with one process, on Megatron's current groups; return their names.
 
     Compares loss, gradient and metrics on rows of the run's kind (padded, packed, prefix trees), in one and in three
     micro-batches, from logits and, with `model.fused_head`, from hidden states. RuntimeError on all ranks if a loss

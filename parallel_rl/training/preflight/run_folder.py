@@ -62,7 +62,7 @@ def _existing(folder: Path) -> Path:
     try:
         while not there.exists() and there != there.parent:
             if there.is_symlink():  # to a missing name, or to itself
-                raise ValueError(f"run.dir = {str(folder)!r} cannot be made: {there} is a link to nothing")
+                raise ValueError(f"run.dir = {str(folder)!r} cannot be made: {there} is a link to a missing path")
             there = there.parent
     except OSError as error:  # a name that is too long
         raise ValueError(f"run.dir = {str(folder)!r} cannot be made: {error.strerror}") from None

@@ -220,7 +220,7 @@ def read_metrics(path: Path) -> list[dict[str, float | int | str]]:
 
 
 def _read(path: Path) -> tuple[list[dict[str, float | int | str]], bool]:
-    """Read the rows, and whether the last line was cut off by a kill or, with zeros behind, a power cut."""
+    """Read the rows, and whether a kill, or a power cut with trailing zeros, truncated the last line."""
     text = path.read_bytes() if path.is_file() else b""
     content = text.rstrip(b"\0\n")
     zeros = b"\0" in text[len(content) :]
@@ -251,9 +251,9 @@ def _kept(path: Path, after: Mapping[str, int]) -> tuple[list[dict[str, float | 
     missing = [
         (phase, step) for phase, last in after.items() for step in range(1, last + 1) if (phase, step) not in kept
     ]
-    words = ["the last line was cut off"] if cut_off else []
+    remarks = ["the last line was cut off"] if cut_off else []
     for what, keys in (("dropped, as they come after the checkpoint", dropped), ("missing", missing)):
         for phase in dict.fromkeys(phase for phase, _ in keys):
             steps = ranges([step for name, step in keys if name == phase])
-            words.append(f"the rows of {phase} step {steps} are {what}")
-    return list(kept.values()), "; ".join(words)
+            remarks.append(f"the rows of {phase} step {steps} are {what}")
+    return list(kept.values()), "; ".join(remarks)

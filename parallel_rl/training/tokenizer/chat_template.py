@@ -143,8 +143,8 @@ def turns(
 
     >>> template = ChatTemplate("{% for m in messages %}{{ m.role[0] }}{{ m.content }};{% endfor %}"
     ...                         "{% if add_generation_prompt %}a{% endif %}", "this example")
-    >>> said = [{"role": role, "content": text} for role, text in (("assistant", "4"), ("user", "+2"), ("assistant", "6"))]
-    >>> list(turns(template, [{"role": "user", "content": "2+2"}], said))
+    >>> answers = [{"role": role, "content": text} for role, text in (("assistant", "4"), ("user", "+2"), ("assistant", "6"))]
+    >>> list(turns(template, [{"role": "user", "content": "2+2"}], answers))
     [('4;', 'u+2;a'), ('6;', '')]
     """
     conversation = [*messages, *answers]

@@ -89,9 +89,9 @@ class HuggingFaceTokenizer:
             return Target((*self.encode(plain_answer(answers, self._no_form)), self._end))
         tokens, mask = list[int](), list[int]()
         learned = [int(message.get("weight") != 0) for message in answers if message["role"] == "assistant"]
-        for weight, (answer, behind) in zip(learned, turns(self._template, messages, answers, tools), strict=True):
-            answer_ids = self._answer_ids(answer, last=not behind)
-            ids = self.encode(answer + behind) if behind else answer_ids
+        for weight, (answer, following) in zip(learned, turns(self._template, messages, answers, tools), strict=True):
+            answer_ids = self._answer_ids(answer, last=not following)
+            ids = self.encode(answer + following) if following else answer_ids
             if ids[: len(answer_ids)] != answer_ids:
                 raise ValueError(
                     f"the tokenizer merges the end token of an answer with the text that the chat template of {self._folder} "
@@ -108,7 +108,7 @@ class HuggingFaceTokenizer:
             return ids[: end + 1]
         if not last:
             raise ValueError(
-                f"the chat template of {self._folder} writes no end token behind an answer that is not the last one, so that a "
+                f"the chat template of {self._folder} writes no end token after an answer that is not the last one, so that a "
                 "policy would not learn to end it; data.mask_history: true learns the last answer only"
             )
         return [*ids, self._end]

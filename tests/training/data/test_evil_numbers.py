@@ -77,5 +77,5 @@ def test_a_parquet_file_with_a_column_twice_is_refused(tmp_path: Path) -> None:
     pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     table = pyarrow.Table.from_arrays([pyarrow.array([1]), pyarrow.array([2])], names=["group", "group"])
     parquet.write_table(table, tmp_path / "twice.parquet")
-    with pytest.raises(ValueError, match=r"twice\.parquet: the column 'group' stands twice"):
+    with pytest.raises(ValueError, match=r"twice\.parquet: the column 'group' occurs twice"):
         index_of(find_files(str(tmp_path / "twice.parquet"), "data.rollouts"), "data.rollouts")

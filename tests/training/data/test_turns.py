@@ -91,7 +91,7 @@ def test_a_template_that_rewrites_earlier_answers_is_refused(folders: dict[str, 
     keeps += "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
     folder = write_tokenizer(tmp_path)
     for source, message in (
-        (keeps.replace("<|im_end|>\n", "\n"), "writes no end token behind an answer that is not the last"),
+        (keeps.replace("<|im_end|>\n", "\n"), "writes no end token after an answer that is not the last"),
         (
             keeps.replace("{{ m.content }}", "{{ m.content if loop.last or m.role == 'user' else m.content[:3] }}"),
             r"messages\[1\], an answer, differently",
@@ -167,7 +167,7 @@ def test_null_keys_of_messages_are_left_out(tmp_path: Path) -> None:
         ({"chosen": TALK, "rejected": said("Why?", FIRST)}, "begin with different messages; without a 'prompt'"),
         ({"chosen": TALK, "rejected": OTHER}, "the field 'prompt' is missing"),
         ({"chosen": TALK[:2], "rejected": [*TALK[:1], "4"]}, r"rejected\[1\] = '4' is not valid; \{role, content\}"),
-        ({"chosen": TALK[:2], "rejected": TALK[:1]}, r"'rejected' has messages of \[\] behind the prompt"),
+        ({"chosen": TALK[:2], "rejected": TALK[:1]}, r"'rejected' has messages of \[\] after the prompt"),
         ({"prompt": "Why?", "chosen": TALK, "rejected": OTHER}, r"'chosen' has messages of \['user', .* the first and"),
         ({"prompt": "Why?", "chosen": TALK[1:3], "rejected": OTHER}, r"'chosen' has messages of \['assistant', 'user'\]"),
         ({"prompt": "Why?", "chosen": 3, "rejected": OTHER}, "'chosen' = 3 is not valid; a text"),

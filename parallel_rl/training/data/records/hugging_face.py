@@ -45,8 +45,8 @@ class HuggingFaceFile:
 
     @property
     def path(self) -> Path:
-        words = (self.source.name, self.source.split)
-        return Path(f"{self.source.dataset} ({', '.join(word for word in words if word)})")
+        parts = (self.source.name, self.source.split)
+        return Path(f"{self.source.dataset} ({', '.join(part for part in parts if part)})")
 
     @property
     def size(self) -> int:

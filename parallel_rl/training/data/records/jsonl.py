@@ -54,13 +54,13 @@ class JsonlFile:
     def index(self, number: int, first: int, last: int, step: int) -> Entries:
         """Make entries of blocks `first` up to `last` by the lines' starts; ValueError if the file changes."""
         blocks: list[tuple[int, int, int, int, int]] = []
-        begun: tuple[int, int, int] | None = None  # start, count and checksum so far of the block that still goes on
+        begun: tuple[int, int, int] | None = None  # start, count and checksum so far of the open block
         with self.path.open("rb") as file:
             file.seek(max(first * step - 1, 0))
             at_start = first == 0 or file.read(1) == b"\n"
             for block in range(first, self.units(step)):
                 chunk = self._chunk(file, block, step)
-                inside = len(chunk) - 1  # a line that begins behind the last byte is the next block's
+                inside = len(chunk) - 1  # a line that begins after the last byte is the next block's
                 begin = 0 if at_start else chunk.find(b"\n", 0, inside) + 1
                 starts = at_start or begin > 0
                 if begun is not None:

@@ -59,7 +59,7 @@ class ParquetFile:
             raise ValueError(f"{self.path} cannot be read as Parquet: {error}") from None
         names = metadata.schema.to_arrow_schema().names
         if twice := [name for name in names if names.count(name) > 1]:
-            raise ValueError(f"{self.path}: the column {twice[0]!r} stands twice")
+            raise ValueError(f"{self.path}: the column {twice[0]!r} occurs twice")
         groups = [metadata.row_group(group) for group in range(metadata.num_row_groups)]
         return entries(
             [
