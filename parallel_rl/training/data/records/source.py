@@ -20,7 +20,6 @@ from parallel_rl.agreement import gather_results
 from parallel_rl.groups import group_rank, group_size
 from parallel_rl.training.data.format import UnfitRecord
 from parallel_rl.training.data.records.index import Block, DataFile, Entries, entries, fingerprint, stretch
-from parallel_rl.training.data.records.paths import find_files
 
 _GOLDEN, _FIRST, _SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 _MASK = (1 << 64) - 1
@@ -219,20 +218,6 @@ class Records(Generic[RecordT]):
         held = self._held[block] = self.files[file].read(start, size, crc)
         self._bytes += size
         return held
-
-
-def open_records(
-    patterns: str | Sequence[str],
-    name: str,
-    parse: Callable[[Mapping[str, object]], RecordT],
-    window: int = 1 << 26,
-) -> Records[RecordT]:
-    """Index the files of `patterns`, see `find_files`, without parsing them; every rank calls it.
-
-    ValueError for files that are missing, empty, damaged, or different between ranks.
-    """
-    files = find_files(patterns, name)
-    return Records(files, index_of(files, name), parse, window)
 
 
 def index_of(files: Sequence[DataFile], name: str) -> Entries:
