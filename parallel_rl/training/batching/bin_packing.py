@@ -57,7 +57,7 @@ class Capacity:
         return rooms
 
     def check(self, rooms: Sequence[int], lengths: Sequence[int]) -> None:
-        """Raise ValueError for a unit above the row, by its room and the lengths of its sequences."""
+        """Raise ValueError if a unit's room exceeds the row; the message has its sequences' lengths."""
         together = len(lengths) // max(len(rooms), 1)
         for unit, room in enumerate(rooms):
             if room > self.usable:

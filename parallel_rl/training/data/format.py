@@ -16,7 +16,7 @@ Fields = dict[str, object]
 
 
 class UnfitRecord(ValueError):
-    """Well-formed record that a run may leave out: `kind` is "too_long" (has `tokens`) or "invalid"."""
+    """Well-formed record that a run may leave out: `kind` is "too_long" (of `tokens`) or "invalid"."""
 
     def __init__(self, message: str, kind: str, tokens: int = 0) -> None:
         super().__init__(message)
@@ -81,7 +81,7 @@ def pick(row: Row, known: Sequence[str], columns: Mapping[str, str]) -> tuple[di
 
 
 def unread(row: Row, known: Sequence[str], columns: Mapping[str, str]) -> list[str]:
-    """List a row's columns that `pick` does not read; ValueError for nearly the name of a missing field.
+    """List a row's columns that `pick` does not read; ValueError for a misspelled name of a missing field.
 
     >>> unread({"ask": "1+1=", "answer": "2", "id": 7}, ["prompt", "answer"], {"prompt": "ask"})
     ['id']
@@ -194,7 +194,7 @@ _SIDES = ("chosen", "rejected")
 
 
 def side_of(row: Row, fields: Sequence[Field], side: str) -> Row:
-    """Return a pair's row with one side's values of the user's own fields; ValueError if it has none.
+    """Return a pair's row with one side's values of the user's own fields; ValueError if a side has none.
 
     >>> side_of({"x": [0.5, 2]}, [Field("x")], "rejected"), side_of({"x": 1}, [Field("x")], "rejected")
     ({'x': 2}, {'x': 1})
