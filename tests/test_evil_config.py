@@ -135,7 +135,7 @@ def test_records_with_fields_of_a_loss_that_the_ranks_import_are_not_parsed(
     words += [f"--data={{{source}: {record}, held_out: {held_out}}}", f"--{section}.loss={{name: {name}}}"]
     words += ["--warmup=null"] if section != "sft" else []
     assert main(words) == 0
-    assert f"not looked at: the records of data.{source}, whose fields" in capsys.readouterr().out
+    assert f"not checked: the records of data.{source}, whose fields" in capsys.readouterr().out
     held_out.write_text(json.dumps({"prompt": "1+1=", "reply": "2"}) + "\n")
     assert main(words) == 2 and "unknown field 'reply'" in capsys.readouterr().err
     assert not ran.exists()

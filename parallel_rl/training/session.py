@@ -19,14 +19,8 @@ from parallel_rl.training.tokenizer.protocol import Tokenizer
 class Session:
     """Models and data of a phase; None for those that the run does not have.
 
-    Attributes:
-        policy: the trained model, or reward model.
-        critic: the value function of RL.
-        reference: a frozen copy of the main phase's first policy.
-        teacher: a frozen model from another run's checkpoint.
-        served: the servers that sample the policy's completions.
-        kl_controller: the coefficient of the KL in the reward.
-        failures: counter of failed samples.
+    `reference` is a frozen copy of the main phase's first policy, `teacher` a frozen model from another run's
+    checkpoint, `served` the servers that sample the policy's completions.
     """
 
     policy: Learner

@@ -57,12 +57,8 @@ class Result:
 def train(config: TrainConfig, dump_step: int | None = None) -> Result:
     """Run `config` to its end on every rank, from the newest checkpoint in its folder if there is one.
 
-    Args:
-        config: the run.
-        dump_step: the main phase's optimizer step to write to run.dir/dumps, for `parallel-rl explain`.
-
-    Raises:
-        ValueError: config, data or world size do not fit; on every rank, before any work.
+    `dump_step` is the main phase's optimizer step to write to run.dir/dumps, for `parallel-rl explain`. ValueError on
+    every rank, before any work, if config, data or world size do not fit.
     """
     began = time.monotonic()
     check_dump(config, dump_step)
@@ -262,7 +258,7 @@ class _Run:
         if self.rows and (self.saved is None or self.saved[1] != self.progress):
             self._save()
         flag = " with --run.resume auto" if self.config.run.resume == "never" else ""
-        then = " starts over" if self.saved is None else f"{flag} goes on from {self.saved[0]}"
+        then = " starts over" if self.saved is None else f"{flag} resumes from {self.saved[0]}"
         text = (
             f"stopped by {cause} after {phase.name} step {self.progress.step} of {phase.steps}; the same command{then}"
         )

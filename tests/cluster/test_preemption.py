@@ -102,7 +102,7 @@ def test_the_file_stop_ends_a_run_between_two_steps_and_it_goes_on_to_the_same_b
     assert logged_rows(stopped) == expected[: len(done)]
     text = (job / "REQUEUE").read_text()
     assert {path.name for path in job.iterdir()} == {"STOP", "REQUEUE"}
-    goes_on = f"the same command goes on from {stopped}/checkpoints/step_{len(done):06d}"
+    goes_on = f"the same command resumes from {stopped}/checkpoints/step_{len(done):06d}"
     assert re.fullmatch(rf"stopped by the file STOP \(rank \d\) after rl step \d of 6; {re.escape(goes_on)}\n", text)
     # what asks still stands there: the run stops before its first step, and there is nothing to save again
     before = sorted((stopped / "checkpoints").iterdir())

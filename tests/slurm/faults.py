@@ -231,7 +231,7 @@ FAULTS = (
         "rank 1 killed, then one bit of the newest checkpoint flipped",
         _damage,
         "FAILED",
-        r"is damaged: .*; set aside as \S+, step_\d+ is taken instead",
+        r"is damaged: .*; set aside as \S+, step_\d+ is used instead",
         first=3,  # two checkpoints are there: of the only one there is nothing to take instead
     ),
 )

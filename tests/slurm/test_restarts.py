@@ -105,7 +105,7 @@ def test_a_run_that_begins_anew_does_so_once_however_often_its_job_is_queued_aga
     _usr1(cluster, number)
     checked(cluster, number, logs, "FAILED")
     [found] = logs.rglob("node-*.1.log")
-    goes_on = rf"the same command with --run.resume auto goes on from {run}/checkpoints/step_\d+"
+    goes_on = rf"the same command with --run.resume auto resumes from {run}/checkpoints/step_\d+"
     assert re.search(rf"stopped by the file STOP \(rank 0\) after rl step \d+ of 200; {goes_on}", found.read_text())
     ends = r"stopped, not queued again: 2 restarts, MAX_RESTARTS = 2; stopped by the file STOP .*"
     assert re.fullmatch(rf"parallel-rl: job {number} {ends}{goes_on}", last_line(logs))
@@ -148,6 +148,6 @@ def test_a_cancelled_job_says_what_was_saved(cluster: Cluster, tmp_path: Path) -
     checked(cluster, number, logs, "CANCELLED")
     cluster.until(lambda: last_line(logs).startswith("parallel-rl: job"), WAIT, "its last word")
     assert re.search(
-        rf"job {number} stopped, not queued again: Slurm ended it \(scancel, the time limit\); stopped by .* goes on from",
+        rf"job {number} stopped, not queued again: Slurm ended it \(scancel, the time limit\); stopped by .* resumes from",
         last_line(logs),
     )

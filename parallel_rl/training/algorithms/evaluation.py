@@ -23,18 +23,13 @@ from parallel_rl.training.session import Session
 
 
 def pass_at_k(passed: Tensor, k: int) -> Tensor:
-    """Estimate without bias the chance [N] that one of k completions of a prompt passes, from n ≥ k.
+    """Estimate the chance [N] that one of k completions passes, without bias, from `passed` [N, n].
 
     1 − C(n − c, k) / C(n, k) for c passing completions (arXiv 2107.03374), as 1 − Π_{i = n−c+1}^{n} (1 − k / i).
+    ValueError for k outside [1, n].
 
     >>> pass_at_k(torch.tensor([[True, False, False, False], [False, False, False, False]]), 2).tolist()
     [0.5, 0.0]
-
-    Args:
-        passed: [N, n], whether each completion of N prompts passes.
-
-    Raises:
-        ValueError: k outside [1, n].
     """
     n = passed.shape[1]
     if not 1 <= k <= n:
@@ -45,17 +40,13 @@ def pass_at_k(passed: Tensor, k: int) -> Tensor:
 
 
 def evaluation_metrics(rewards: Tensor, sources: Sequence[str | None], passing: float) -> dict[str, float]:
-    """Return mean@n, the mean reward, and pass@k for k = 2, 4, ... up to n of N prompts.
+    """Return mean@n, the mean reward, and pass@k for k = 2, 4, ..., n of N prompts' `rewards` [N, n].
 
-    With several sources also for each, as `held_out_mean@4/gsm8k`. A single completion has only the mean reward.
+    With several `sources` (of each prompt, or None) also for each, as `held_out_mean@4/gsm8k`. A completion passes from
+    the reward `passing`. A single completion has only the mean reward.
 
     >>> evaluation_metrics(torch.tensor([[1.0, 0.0], [0.0, 0.0]]), ["a", "b"], 1.0)["held_out_pass@2/a"]
     1.0
-
-    Args:
-        rewards: [N, n] float64.
-        sources: of each prompt, or None.
-        passing: least reward of a passing completion.
     """
     n, metrics = rewards.shape[1], dict[str, float]()
     names = sorted({source for source in sources if source is not None})
@@ -105,10 +96,10 @@ def shown_text(samples: Sequence[ShownSample]) -> str:
       answer      2
     """
     lines = []
-    for one in samples:
-        lines.append(f"held-out prompt {one.number}, reward {one.reward:.3f}")
+    for shown in samples:
+        lines.append(f"held-out prompt {shown.number}, reward {shown.reward:.3f}")
         for name in ("prompt", "completion", "answer"):
-            text = getattr(one, name)
+            text = getattr(shown, name)
             if (more := len(text) - _MOST) > 0:
                 text = f"{text[:_MOST]} … ({more:,} more characters)"
             first, *others = printable(text).split("\n")
@@ -128,11 +119,8 @@ class Evaluation:
 def evaluate(session: Session, config: EvaluationConfig, at: TrainProgress) -> Evaluation:
     """Score `samples` completions of each held-out prompt, with the same seeds every time.
 
-    They come from the servers if these receive the trainer's weights (`server.update`), else from the trainer's sampler. A
-    completion without a score has reward 0.
-
-    Raises:
-        ValueError: a server failed, or too many rewards failed; on every rank.
+    Servers that receive the trainer's weights (`server.update`) sample them, else the trainer does. A completion
+    without a score has reward 0. ValueError on every rank if a server failed or too many rewards failed.
     """
     engine, prompts, samples = session.engine, session.data.held_out, config.samples
     count, groups = len(prompts) * samples, engine.groups
@@ -144,7 +132,7 @@ def evaluate(session: Session, config: EvaluationConfig, at: TrainProgress) -> E
         session.served.bring(engine.config.policy_version(at.step))
     for first in range(0, most, size):  # the same number of rounds on every rank
         ids = mine[first : first + size]
-        chosen = raise_on_all_ranks(partial(_each, prompts, [index // samples for index in ids]))
+        chosen = raise_on_all_ranks(partial(_prompts_at, prompts, [index // samples for index in ids]))
         sources |= {index // samples: prompt.source for index, prompt in zip(ids, chosen, strict=True)}
         completions = _draw(session, chosen, ids)
         rewards.append(completion_rewards(session, chosen, completions).values)
@@ -155,10 +143,10 @@ def evaluate(session: Session, config: EvaluationConfig, at: TrainProgress) -> E
     local = local.nan_to_num(0.0)
     scores = torch.zeros(count, dtype=torch.float64)
     scores[mine.start : mine.stop] = local
-    whole = sum_over_groups(scores, [groups.data])
+    by_completion = sum_over_groups(scores, [groups.data])
     everywhere = {number: source for part in gather_results(lambda: sources) for number, source in part.items()}
     by_prompt = [everywhere[number] for number in range(len(prompts))]
-    metrics = evaluation_metrics(whole.view(-1, samples), by_prompt, config.passing)
+    metrics = evaluation_metrics(by_completion.view(-1, samples), by_prompt, config.passing)
     metrics |= {"held_out_samples_failed/reward": failed}
     if config.show:
         by_number = {sample.number: sample for part in gather_results(lambda: shown) for sample in part}
@@ -193,5 +181,5 @@ def _draw(session: Session, prompts: Sequence[Prompt], ids: Sequence[int]) -> li
     return sample(engine, tokens, ids, seed, engine.config.sampling).responses() if tokens else []
 
 
-def _each(prompts: Records[Prompt], indices: Sequence[int]) -> list[Prompt]:
+def _prompts_at(prompts: Records[Prompt], indices: Sequence[int]) -> list[Prompt]:
     return [prompts[index] for index in indices]

@@ -29,15 +29,12 @@ from parallel_rl.training.session import Session
 from parallel_rl.training.tokenizer.protocol import Tokenizer
 
 Section = RLConfig | PreferenceConfig | SupervisedConfig | DistillationConfig
-Run = Callable[..., StepMetrics]  # (session, its section, where the run stands)
+Run = Callable[..., StepMetrics]  # (session, its section, its progress)
 
 
 @dataclass(frozen=True)
 class Phase:
-    """`steps` calls of `run` with one loss and one optimizer, whose rate is scheduled over `updates`.
-
-    `takes` counts the records of each source in a step.
-    """
+    """A loss and an optimizer for `steps` calls of `run`; `takes` counts each source's records in a step."""
 
     name: str
     steps: int
@@ -55,7 +52,7 @@ class Phase:
         return Learner.start(engine, loss_fn, self.optimizer, self.updates)
 
     def enter(self, engine: Engine, tokenizer: Tokenizer, data: Datasets) -> Session:
-        """Start this phase; the main one copies the present policy as reference and critic."""
+        """Start this phase; the main one copies the current policy as reference and critic."""
         session, config = Session(self.learner(engine), tokenizer, data), engine.config
         if not self.is_main:
             return session

@@ -47,10 +47,7 @@ def _pairs(session: Session, first: int, count: int) -> list[tuple[Pair, Pair]]:
 
 
 def _answers(session: Session, config: PreferenceConfig, first: int) -> list[tuple[Answer, Answer | None]]:
-    """List this data rank's answers, each with the record whose answer its mismatched row takes.
-
-    (seed, place) choose how many places further in the step, modulo the step, that record is.
-    """
+    """List this data rank's answers, each with the one that its mismatched row takes, a seeded shift away."""
     data, count = session.data, config.records
     mine = local_share(range(count), session.engine.groups)
     answers = data.read(data.answers, [first + place for place in mine])
@@ -67,7 +64,7 @@ def _paired(pairs: Sequence[tuple[Pair, Pair]], session: Session) -> Samples:
 
 def _sides(pair: Pair) -> list[Example]:
     sides = zip((pair.chosen, pair.rejected), pair.own, strict=True)
-    return [Example(pair.prompt, target, own) for target, own in sides]
+    return [Example(pair.prompt, target, values) for target, values in sides]
 
 
 def _labelled(pairs: Sequence[tuple[Pair, Pair]], session: Session) -> Samples:

@@ -23,12 +23,9 @@ from parallel_rl.training.session import Session
 
 
 class CompletionRewards(NamedTuple):
-    """Rewards of completions.
+    """Rewards [N] in float64, NaN for failed samples; `timed_out` [N] marks those over the time limit.
 
-    Attributes:
-        values: [N] float64, NaN for each sample that failed.
-        timed_out: [N], samples that failed by the time limit.
-        field_values: values of the loss's fields; 0 on ranks that do not score and for samples that failed.
+    `field_values` are of the loss's fields: 0 on ranks that do not score, and for failed samples.
     """
 
     values: Tensor
@@ -44,11 +41,9 @@ def completion_rewards(
 ) -> CompletionRewards:
     """Score one completion of each prompt and read `fields`; every rank calls it, N may be 0.
 
-    A sample that still fails after `session.failures.config.retries` retries is NaN, and its message goes to
-    `session.failures`. Ranks poll each other while servers work, so no collective times out.
-
-    Raises:
-        ValueError, RuntimeError: the reward function failed on some rank; on all ranks. Unavailable: its server is away.
+    A sample that still fails after the retries is NaN, and its message goes to `session.failures`. Ranks poll each
+    other while servers work, so no collective times out. On all ranks, ValueError or RuntimeError if the reward
+    function failed on one, Unavailable if its server is away.
     """
     engine, sharing, config = session.engine, Sharing(session.engine), session.failures.config
     texts = [session.tokenizer.decode(completion) for completion in completions]
@@ -58,7 +53,8 @@ def completion_rewards(
     ]
 
     field_values: list[Own] = [
-        tuple(0 if field.per == "sequence" else (0,) * len(one) for field in fields) for one in completions
+        tuple(0 if field.per == "sequence" else (0,) * len(completion) for field in fields)
+        for completion in completions
     ]
 
     def score(reward: str | HTTPRewardConfig, rows: Sequence[int]) -> tuple[Scored, dict[int, Own]]:

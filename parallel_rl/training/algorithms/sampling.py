@@ -27,14 +27,9 @@ def sample_prompts(
 ) -> list[list[str]]:
     """Sample `samples` answers to each prompt, on every rank and alike for any layout.
 
-    Args:
-        config: of the run that wrote the checkpoint, on the layout to sample with.
-        prompts: user texts; the run's system text precedes them.
-        greedy: take the most likely token each time.
-
-    Raises:
-        ValueError: no checkpoint, a damaged one or one of another model; a model without logits; a prompt that cannot be
-            encoded or has no room; on all ranks.
+    `config` is that of the checkpoint's run, on the layout to sample with; the run's system text precedes the prompts.
+    ValueError on all ranks for a checkpoint that is missing, damaged or of another model, a model without logits, or a
+    prompt that cannot be encoded or has no room.
     """
     start_world(config)
     tokenizer = raise_on_all_ranks(config.tokenizer.build)
@@ -62,5 +57,5 @@ def sample_prompts(
         ids = mine[first - mine.start : first - mine.start + ROWS_AT_A_TIME]
         drawn = sample(engine, [rendered[number // samples] for number in ids], ids, seed, sampling, greedy=greedy)
         texts |= zip(ids, map(tokenizer.decode, drawn.responses()), strict=True)
-    whole = {number: text for part in gather_results(lambda: texts) for number, text in part.items()}
-    return [[whole[number * samples + k] for k in range(samples)] for number in range(len(prompts))]
+    by_number = {number: text for part in gather_results(lambda: texts) for number, text in part.items()}
+    return [[by_number[number * samples + k] for k in range(samples)] for number in range(len(prompts))]

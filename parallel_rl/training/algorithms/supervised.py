@@ -41,9 +41,9 @@ def example_rows(session: Session, first: int, count: int) -> Samples:
 def rows_of(session: Session, source: str, records: Sequence[Example | Solution]) -> Samples:
     """Make the row of each example or solution, with the user's own fields of the source."""
     prompts, engine = [record.prompt for record in records], session.engine
-    rows, own = target_rows(prompts, [record.target for record in records]), [record.own for record in records]
+    rows, own_values = target_rows(prompts, [record.target for record in records]), [record.own for record in records]
     fields = engine.config.own_fields(source)
-    return with_own_fields(rows, own, fields, [len(prompt) for prompt in prompts], engine.float_dtype)
+    return with_own_fields(rows, own_values, fields, [len(prompt) for prompt in prompts], engine.float_dtype)
 
 
 def _solution_rows(session: Session, config: SupervisedConfig, first: int) -> Samples:

@@ -31,20 +31,19 @@ def balance(
     weights: Tensor | None = None,
     rooms: Tensor | None = None,
 ) -> tuple[SamplesT, list[int]]:
-    """Make the tokens of all data ranks nearly even; return this rank's rows, and the number in each part.
+    """Even out the tokens of all data ranks; return this rank's rows, and the number in each part.
 
-    The assignment depends on lengths alone. Each part, an optimizer step, is balanced by itself.
+    The assignment depends on lengths alone. Each part, an optimizer step, is balanced separately.
 
     Args:
         rows: this rank's; every rank has the same fields.
         capacity: of a micro-batch, which every unit must fit.
-        group: the data ranks.
-        device: where the group communicates.
+        group, device: the data ranks, and where they communicate.
         parts: equal, consecutive parts of this rank's rows.
         together: consecutive rows that stay together, as a unit.
         loads: tokens that this rank already has in each part; empty: none.
-        weights: [N] tokens of rows that move as one, at the first of them, 0 at the others; None: of each unit, the sum of
-            its lengths.
+        weights: [N] tokens of rows that move as one, at the first of them, 0 at the others; None: each unit's sum of
+            lengths.
         rooms: [N] room of each unit at its first row, if its sequences share prefixes; None: its padded lengths.
 
     Raises:
@@ -91,12 +90,10 @@ def _check_units(
 
 
 def _unit_tokens(lengths: list[int], together: int) -> list[int]:
-    """Sum the lengths of each unit at its first row."""
     return [sum(lengths[row : row + together]) if row % together == 0 else 0 for row in range(len(lengths))]
 
 
 def _owners(weights: list[list[int]], loads: list[list[int]], parts: int) -> list[Tensor]:
-    """Assign each row of each rank to a rank."""
     owners = [torch.zeros(len(of_rank), dtype=torch.int64) for of_rank in weights]
     for part in range(parts):
         runs = _runs(weights, part, parts)
@@ -116,7 +113,7 @@ class _Run(NamedTuple):
 
 
 def _runs(weights: list[list[int]], part: int, parts: int) -> list[_Run]:
-    """List the runs of a part: a row with a weight, and the rows without one behind it."""
+    """List the runs of a part: a row with a weight, and the rows without one after it."""
     runs = []
     for rank, of_rank in enumerate(weights):
         size = len(of_rank) // parts
@@ -127,7 +124,6 @@ def _runs(weights: list[list[int]], part: int, parts: int) -> list[_Run]:
 
 
 def _parts(count: int, parts: int) -> Tensor:
-    """Return the part of each of `count` rows."""
     return torch.arange(parts).repeat_interleave(count // parts)
 
 
@@ -151,7 +147,6 @@ def _exchange(
 
 
 def _bytes(field: Tensor) -> Tensor:
-    """Reshape [N] or [N, S] to [N, bytes]."""
     table = field if field.dim() == 2 else field[:, None]
     return table.contiguous().view(torch.uint8)
 

@@ -1,4 +1,4 @@
-"""Assign sequences to data ranks and micro-batches from their lengths alone, alike on every rank."""
+"""Assign sequences to data ranks and micro-batches from their lengths alone, equally on every rank."""
 
 from __future__ import annotations
 
@@ -11,15 +11,12 @@ from parallel_rl.training.config.sections import BatchConfig, ParallelConfig
 
 @dataclass(frozen=True)
 class Capacity:
-    """The capacity of a packed micro-batch.
+    """Capacity of a packed micro-batch; ValueError if `tokens` is less than one `row`.
 
     Attributes:
         tokens: of the whole row, padding included.
         sequence: divides each padded length.
         row: divides the length of the row.
-
-    Raises:
-        ValueError: `tokens` is less than one `row`.
     """
 
     tokens: int
@@ -51,25 +48,16 @@ class Capacity:
         return self.tokens // self.row * self.row
 
     def padded(self, length: int) -> int:
-        """Return the padded length of a sequence."""
         return -(-length // self.sequence) * self.sequence
 
     def rooms(self, lengths: Sequence[int], together: int = 1) -> list[int]:
-        """Return the padded length of each unit of `together` sequences.
-
-        Raises:
-            ValueError: a unit is longer than the row, or the sequences do not fill whole units.
-        """
+        """Return the padded length of each unit of `together` sequences; ValueError as in `check`."""
         rooms = [sum(unit) for unit in _units([self.padded(length) for length in lengths], together)]
         self.check(rooms, lengths)
         return rooms
 
     def check(self, rooms: Sequence[int], lengths: Sequence[int]) -> None:
-        """Check that each unit fits into a micro-batch, by its room and the lengths of its sequences.
-
-        Raises:
-            ValueError: a unit is longer than the row.
-        """
+        """Raise ValueError if a unit's room exceeds the row; the message has its sequences' lengths."""
         together = len(lengths) // max(len(rooms), 1)
         for unit, room in enumerate(rooms):
             if room > self.usable:
@@ -83,23 +71,16 @@ class Capacity:
                 of = " + ".join(str(lengths[row]) for row in rows)
                 raise ValueError(
                     f"{which} of {of} tokens take {room} with padding to multiples of {self.sequence}{once}; "
-                    f"batch.tokens = {self.tokens} holds {self.usable} in a micro-batch and must hold that"
+                    f"batch.tokens = {self.tokens} holds {self.usable} in a micro-batch; raise it"
                 )
 
 
 def pack(lengths: Sequence[int], capacity: Capacity, together: int = 1) -> list[list[int]]:
     """Pack whole units into micro-batches by first-fit decreasing; return the indices of their sequences.
 
-    The largest unit goes first (of equals the first), each into the first micro-batch with room for it. That needs at most
-    11/9 of the fewest micro-batches + 6/9 (Dósa 2007), in O(n log n).
-
-    Args:
-        lengths: true lengths, in tokens.
-        capacity: of a micro-batch.
-        together: sequences in a unit: 2 where (even, odd) sequences are a pair.
-
-    Raises:
-        ValueError: a unit is longer than a micro-batch, or the sequences do not fill whole units.
+    The largest unit goes first (of equals the first), each into the first micro-batch with room for it. That needs at
+    most 11/9 of the fewest micro-batches + 6/9 (Dósa 2007), in O(n log n). A unit is `together` sequences, such as a
+    pair. ValueError for a unit longer than a micro-batch, or sequences that do not fill whole units.
     """
     bins = first_fit_decreasing(capacity.rooms(lengths, together), capacity.usable)
     return [[unit * together + place for unit in units for place in range(together)] for units in bins]
@@ -124,8 +105,8 @@ def first_fit_decreasing(sizes: Sequence[int], capacity: int) -> list[list[int]]
         room[node] -= size
         while node > 1:
             node //= 2
-            left, right = room[2 * node], room[2 * node + 1]
-            most_of_both = left if left >= right else right
+            first, second = room[2 * node], room[2 * node + 1]
+            most_of_both = first if first >= second else second
             if room[node] == most_of_both:
                 break
             room[node] = most_of_both
@@ -135,13 +116,9 @@ def first_fit_decreasing(sizes: Sequence[int], capacity: int) -> list[list[int]]
 def deal(weights: Sequence[int], ranks: int, loads: Sequence[int] = ()) -> list[int]:
     """Assign weights to ranks with nearly even sums: the largest weight left goes to the rank with least.
 
-    The largest sum is at most (4/3 − 1/(3·ranks)) of the least possible (Graham 1969), and exceeds the smallest by one weight
-    at most. Ties go to the first weight and the first rank. With as many weights as ranks and no loads, every rank gets one.
-
-    Args:
-        weights: positive.
-        ranks: their number.
-        loads: weight that each rank already has; empty: none.
+    The largest sum is at most (4/3 − 1/(3·ranks)) of the least possible (Graham 1969), and exceeds the smallest by one
+    weight at most. Ties go to the first weight and the first rank. With as many weights as ranks and no loads, every
+    rank gets one. `loads` are positive weights that the ranks already have.
     """
     owners = [0] * len(weights)
     heap = [(load, rank) for rank, load in enumerate(loads or [0] * ranks)]

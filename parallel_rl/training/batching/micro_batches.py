@@ -50,8 +50,7 @@ def local_shares(count: int, parts: int, groups: ParallelGroups) -> list[int]:
 
 
 def target_rows(prompts: Sequence[Sequence[int]], targets: Sequence[Target]) -> Samples:
-    """Build rows of prompts, each followed by its target."""
-    return padded_samples(prompts, [one.tokens for one in targets], masks=[one.mask for one in targets])
+    return padded_samples(prompts, [target.tokens for target in targets], masks=[target.mask for target in targets])
 
 
 def in_order(count: int, size: int) -> list[list[int]]:
@@ -70,9 +69,7 @@ def micro_batches(
 ) -> list[MicroBatch]:
     """Build micro-batches of this rank's rows from indices `bins`; ValueError if lengths do not fit.
 
-    Args:
-        unit: divides a padded width, see `width_unit`.
-        row_unit: divides the length of a packed row, if that is more than the layout needs.
+    `unit` divides a padded width (see `width_unit`), `row_unit` the length of a packed row if the layout needs less.
     """
     return [_micro_batch(rows.select(indices), indices, packing, unit, row_unit, device) for indices in bins]
 
@@ -114,14 +111,10 @@ def with_own_fields(
     starts: Sequence[int],
     dtype: torch.dtype,
 ) -> SamplesT:
-    """Add the user's own fields, [N] of sequences and [N, S] of tokens.
+    """Add the user's own `fields`, [N] of sequences and [N, S] of tokens.
 
-    Args:
-        rows: one of each record.
-        own: of each row the values of `fields`, in order; a cut answer has more values than tokens.
-        fields: the user's own.
-        starts: place of each row's first value of a token.
-        dtype: of those that hold no integers.
+    `own` has each row's values of `fields`, in order; a cut answer has more values than tokens. `starts` has the place
+    of each row's first value of a token, `dtype` is of fields that are not integers.
     """
     for number, kept in enumerate(fields):
         kind = torch.int64 if kept.dtype == "integer" else dtype

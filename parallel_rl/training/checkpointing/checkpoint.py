@@ -55,7 +55,8 @@ Controllers = Mapping[str, "Controller[int] | Controller[float]"]
 class Stateful(Protocol):
     """Per-data-rank state in host tensors: rollouts in flight, a stream.
 
-    The ranks of one data rank hold the same. `load_state_dict` gets the states of all data ranks, now maybe others, in order.
+    The ranks of one data rank hold the same. `load_state_dict` gets the states of all data ranks, in order; their
+    number may have changed.
     """
 
     def state_dict(self) -> Mapping[str, Tensor]: ...
@@ -65,14 +66,7 @@ class Stateful(Protocol):
 
 @dataclass(frozen=True)
 class Contents:
-    """The parts of a run in a checkpoint; None if the run has none.
-
-    Attributes:
-        engine, optimizer: the trained model and its moments.
-        reference: the frozen policy that the main phase began with.
-        critic, critic_optimizer: the value function.
-        controllers, extra: states by name.
-    """
+    """Parts of a run in a checkpoint; `reference` is the frozen policy that the main phase began with."""
 
     engine: Engine
     optimizer: MegatronOptimizer | None = None
@@ -92,20 +86,15 @@ class Contents:
 def save(folder: Path, number: int, contents: Contents, metadata: CheckpointMetadata, keep: Retention) -> Path:
     """Write `folder/step_<number>` atomically, then remove checkpoints that `keep` does not hold.
 
-    The files go into a hidden folder, are synced with a manifest of their checksums, and are renamed when every rank is done.
-    A kill at any moment leaves the previous checkpoint.
-
-    Args:
-        number: steps done in all phases.
-        metadata: of the checkpoint; layout and parts are filled in.
-
-    Raises:
-        RuntimeError: on all ranks, with the failed rank and the cause; earlier checkpoints are untouched.
+    The files go into a hidden folder, are synced with a manifest of their checksums, and are renamed when every rank is
+    done. A kill at any moment leaves the previous checkpoint. `number` counts the steps of all phases; `save` fills in
+    layout and parts of `metadata`. RuntimeError on all ranks names the failed rank and the cause; earlier checkpoints
+    are untouched.
     """
     final = storage.path_of(folder, number)
     failed = f"the checkpoint {final} could not be written, those before it are untouched"
     state = _state(contents, loading=False)
-    state["controllers"] = {name: dict(one.state_dict()) for name, one in contents.controllers.items()}
+    state["controllers"] = {name: dict(controller.state_dict()) for name, controller in contents.controllers.items()}
     state["random"] = ShardedObject("random", random_state(), (dist.get_world_size(),), (dist.get_rank(),))
     state["extra"] = raise_on_all_ranks(lambda: _extra(contents), what=failed)
     named = [*(f"controllers.{name}" for name in contents.controllers), *(f"extra.{name}" for name in contents.extra)]
@@ -122,7 +111,7 @@ def save(folder: Path, number: int, contents: Contents, metadata: CheckpointMeta
         if dist.get_rank() == 0:
             shutil.rmtree(partial, ignore_errors=True)
         raise
-    why = f"the checkpoint {final} is written, but those that run.keep_checkpoints leaves out could not be removed"
+    why = f"the checkpoint {final} is written, but older ones than run.keep_checkpoints could not be removed"
     on_first_rank(lambda: storage.prune(folder, keep, final), why)
     return final
 
@@ -197,7 +186,7 @@ def _seal(partial: Path, failed: str) -> Mapping[str, FileEntry]:
     def seal() -> Mapping[str, FileEntry]:
         there = [path.name for path in partial.iterdir() if files.written_by(path.name, ranks) == rank]
         if unseen := sorted({*there} - {*names}):  # Megatron's writer would create the missing folder
-            raise OSError(f"{unseen[0]}, which it wrote on {socket.gethostname()}, is not there for rank 0")
+            raise OSError(f"{unseen[0]}, written on {socket.gethostname()}, is not visible to rank 0")
         mine = [name for name in names if files.written_by(name, ranks) == rank]
         return {name: files.checksum(partial / name, sync=True) for name in mine}
 
@@ -251,8 +240,8 @@ def _extra(contents: Contents) -> dict[str, ShardedObject]:
     groups = contents.engine.groups
     replica = (parallel_state.get_pipeline_model_parallel_rank(), groups.tp_rank, groups.cp_rank)
     return {
-        name: ShardedObject(f"extra.{name}", one.state_dict(), (groups.dp_size,), (groups.dp_rank,), replica)
-        for name, one in contents.extra.items()
+        name: ShardedObject(f"extra.{name}", stateful.state_dict(), (groups.dp_size,), (groups.dp_rank,), replica)
+        for name, stateful in contents.extra.items()
     }
 
 

@@ -22,7 +22,9 @@ def session_contents(session: Session) -> Contents:
     """Collect the contents of a checkpoint in the middle of a phase."""
     critic = session.critic
     losses = {"loss": session.policy.loss_fn, "critic_loss": None if critic is None else critic.loss_fn}
-    scheduled: Controllers = {name: one for name, one in losses.items() if one is not None and one.state_dict()}
+    scheduled: Controllers = {
+        name: loss_fn for name, loss_fn in losses.items() if loss_fn is not None and loss_fn.state_dict()
+    }
     kl: Controllers = {} if session.kl_controller is None else {"kl": session.kl_controller}
     extra: dict[str, Stateful] = {} if session.served is None else {"served": session.served}
     return Contents(
@@ -44,10 +46,7 @@ def checkpoint_metadata(
 
 
 def same_run(config: TrainConfig, phases: Mapping[str, int]) -> Callable[[Path, CheckpointMetadata], None]:
-    """Make a check that a run may continue from a checkpoint.
-
-    Model, objective, precision and the steps of earlier `phases` must be the same.
-    """
+    """Make a check that model, objective, precision and steps of earlier phases are a checkpoint's."""
     identity = _identity(config)
 
     def check(path: Path, metadata: CheckpointMetadata) -> None:

@@ -15,11 +15,8 @@ from parallel_rl.training.models.engine import build_frozen, start_world
 def export_checkpoint(checkpoint: Path, out: Path, config: TrainConfig) -> None:
     """Write a checkpoint's model and tokenizer to the new or empty folder `out`; every rank calls it.
 
-    `config` is the run's, on any layout.
-
-    Raises:
-        ValueError: no checkpoint, a damaged one or one of another model; a model of no Hugging Face family; `out` holds
-            files; on all ranks.
+    `config` is the run's, on any layout. ValueError on all ranks for a checkpoint that is missing, damaged or of
+    another model, a model of no Hugging Face family, or files in `out`.
     """
     start_world(config)
     tokens = raise_on_all_ranks(config.tokenizer.build).vocabulary

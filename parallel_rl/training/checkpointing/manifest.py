@@ -32,7 +32,6 @@ class CheckpointMetadata:
     """Facts of a checkpoint besides its tensors.
 
     Attributes:
-        progress: of its run.
         values: numbers to continue with: fingerprints of the data, held-out rewards.
         model: settings that a run must share with it, by the names of the config.
         layout: tensor, context, pipeline and data sizes of the run that wrote it.
@@ -72,11 +71,9 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
 
 
 def read_manifest(path: Path) -> Manifest:
-    """Read the manifest of a checkpoint's folder.
+    """Read a checkpoint's manifest; ValueError for no folder, or a manifest of another format.
 
-    Raises:
-        DamagedCheckpoint: no valid manifest, or one that does not list the folder's files.
-        ValueError: no folder there, or a manifest of another format.
+    DamagedCheckpoint if it is not valid or does not list the folder's files.
     """
     if not path.is_dir():
         raise ValueError(f"{path.absolute()} is not a checkpoint: there is no such folder")
@@ -129,12 +126,11 @@ def _manifest(content: dict[str, Any]) -> Manifest:
 def _all_of(kind: UnionType | type, *values: object) -> None:
     for value in values:
         if not isinstance(value, kind):
-            raise TypeError(f"{value!r} stands where {kind} is needed")
+            raise TypeError(f"{value!r} is not of type {kind}")
 
 
 def _names(path: Path) -> set[str]:
-    """List the files of a folder, without those that NFS keeps for open removed files."""
-    return {entry.name for entry in os.scandir(path) if not entry.name.startswith(".nfs")}
+    return {entry.name for entry in os.scandir(path) if not entry.name.startswith(".nfs")}  # NFS's removed, open files
 
 
 def checksum(path: Path, *, sync: bool = False) -> FileEntry:
@@ -189,7 +185,7 @@ def verify_checksums(path: Path, manifest: Manifest) -> None:
 
 
 def share(files: Mapping[str, FileEntry], rank: int, ranks: int) -> list[str]:
-    """Choose the files that one of `ranks` ranks verifies: about as many bytes for each."""
+    """Choose the files that one of `ranks` ranks verifies, about as many bytes for each."""
     loads, mine = [0] * ranks, []
     for name in sorted(files, key=lambda name: (-files[name].size, name)):
         lightest = loads.index(min(loads))

@@ -25,7 +25,7 @@ _TORCH = (torch.optim.Adam, torch.optim.AdamW)
 
 @dataclass(frozen=True)
 class _Shard:
-    """A parameter and the elements `span` that this data rank's optimizer updates in `main` (None: none)."""
+    """A parameter, and the part `span` of it that this data rank's optimizer updates in `main`, if any."""
 
     parameter: Parameter
     main: Tensor | None
@@ -41,12 +41,9 @@ class _Shard:
 def optimizer_state(optimizer: MegatronOptimizer, model: State, *, loading: bool) -> State:
     """Return the sharded moments and master weights of an optimizer, by parameter name.
 
-    Pieces of a distributed optimizer are gathered on the first data rank, one parameter at a time, in host memory.
-    The file then resumes on any layout, with the distributed optimizer or without.
-
-    Args:
-        model: the sharded state of the optimizer's model.
-        loading: values do not matter; nothing is communicated.
+    Pieces of a distributed optimizer are gathered on the first data rank, one parameter at a time, in host memory. The
+    file then resumes on any layout, with the distributed optimizer or without. `model` is the sharded state of the
+    optimizer's model. With `loading`, values do not matter and nothing is communicated.
     """
     of_parameter: Mapping[int, Any] | None = None
     states: list[State] = []
@@ -54,8 +51,8 @@ def optimizer_state(optimizer: MegatronOptimizer, model: State, *, loading: bool
         if isinstance(part, DistributedOptimizer):
             if of_parameter is None:
                 tensors = extract_sharded_tensors_and_factories(model)[0]
-                of_parameter = {id(each.data): each for each in nested_values(tensors)}
-            states.append(_whole(part, of_parameter, loading))
+                of_parameter = {id(tensor.data): tensor for tensor in nested_values(tensors)}
+            states.append(_megatron_state(part, of_parameter, loading))
         else:
             states.append(part.sharded_state_dict(model, is_loading=loading))
     # experts' own optimizer under expert parallelism: its tensors keep their usual names
@@ -70,10 +67,10 @@ def fill_optimizer(optimizer: MegatronOptimizer, state: State) -> None:
     for number, part in enumerate(parts):
         saved: Any = state if len(parts) == 1 else state[number]  # type: ignore[index]
         inner = saved.get("optimizer", saved)
-        present = part.optimizer.state_dict()["param_groups"]
+        current_groups = part.optimizer.state_dict()["param_groups"]
         # a fused Adam counts steps in its groups, torch's in each parameter's state
         in_state, in_groups = _step_of(part.optimizer, step)
-        inner["param_groups"] = [{**group, **_values_of(group, groups), **in_groups} for group in present]
+        inner["param_groups"] = [{**group, **_values_of(group, groups), **in_groups} for group in current_groups]
         if not isinstance(part, DistributedOptimizer):
             inner["state"].pop("common_step", None)
             inner["state"] |= {} if in_state is None else {"common_step": in_state}
@@ -92,15 +89,11 @@ def fill_optimizer(optimizer: MegatronOptimizer, state: State) -> None:
 
 
 def _parts(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
-    """List the optimizers in a chained one."""
     return list(getattr(optimizer, "chained_optimizers", [optimizer]))
 
 
 def _common(state: Mapping[Any, Any]) -> tuple[list[Mapping[str, Any]], int | None]:
-    """Return the groups of parameters and the step of a checkpoint.
-
-    A fused Adam does not count the steps of a group without parameters on the writing rank, so the step is the largest.
-    """
+    """Return a checkpoint's parameter groups, and its step."""
     groups: list[Mapping[str, Any]] = []
     steps = []
     for saved in (state, *(value for key, value in state.items() if isinstance(key, int))):
@@ -108,6 +101,7 @@ def _common(state: Mapping[Any, Any]) -> tuple[list[Mapping[str, Any]], int | No
         groups += inner.get("param_groups", ())
         steps.append(inner.get("state", {}).get("common_step"))
     steps += [group.get("step") for group in groups]
+    # the largest: a fused Adam does not count steps of a group without parameters on the writing rank
     return groups, max((int(step) for step in steps if step is not None), default=None)
 
 
@@ -122,10 +116,10 @@ def _values_of(group: Mapping[str, Any], saved: Sequence[Mapping[str, Any]]) -> 
     """Return a parameter group as stored; experts have their own only under expert parallelism."""
     names = ("wd_mult", "lr_mult", "is_decoupled_lr")
     # from 0.17 on the identifiers include the ends of schedules
-    present = ("params", "step", *param_group_identifier_keys)
+    excluded = ("params", "step", *param_group_identifier_keys)
     for other in saved:
         if all(group.get(name) == other.get(name) for name in names):
-            return {name: value for name, value in other.items() if name not in present}
+            return {name: value for name, value in other.items() if name not in excluded}
     raise ValueError(f"it has no group of parameters with { {name: group.get(name) for name in names} }")
 
 
@@ -142,7 +136,7 @@ def _shards(part: DistributedOptimizer) -> Iterator[_Shard]:
             yield _Shard(parameter, main, span, buffer.data_parallel_group)
 
 
-def _whole(part: DistributedOptimizer, of_parameter: Mapping[int, Any], loading: bool) -> State:
+def _megatron_state(part: DistributedOptimizer, of_parameter: Mapping[int, Any], loading: bool) -> State:
     """Convert to the state dict of Megatron's other optimizers: {"state": ..., "param_groups": ...}."""
     tensors: list[State] = []
     for shard in _shards(part):
@@ -161,7 +155,7 @@ def _whole(part: DistributedOptimizer, of_parameter: Mapping[int, Any], loading:
     steps = [values["step"] for values in part.optimizer.state.values() if "step" in values]
     if steps:
         state["common_step"] = steps[0]
-    groups = [{key: value for key, value in one.items() if key != "params"} for one in part.optimizer.param_groups]
+    groups = [{key: value for key, value in group.items() if key != "params"} for group in part.optimizer.param_groups]
     return _nested(part, {"state": state, "param_groups": groups})
 
 
@@ -179,10 +173,10 @@ def _gathered(part: DistributedOptimizer, shard: _Shard, name: str, loading: boo
     """Gather one tensor of a parameter in its local shape on the first data rank, which writes it."""
     shape = shard.parameter.shape
     if not loading:
-        whole = torch.zeros(shape.numel(), dtype=torch.float32, device=shard.parameter.device)
+        values = torch.zeros(shape.numel(), dtype=torch.float32, device=shard.parameter.device)
         if shard.main is not None:
-            whole[shard.span] = shard.main if name == _MASTER else part.optimizer.state[shard.main][name]
-        dist.reduce(whole, dist.get_global_rank(shard.group, 0), group=shard.group)
+            values[shard.span] = shard.main if name == _MASTER else part.optimizer.state[shard.main][name]
+        dist.reduce(values, dist.get_global_rank(shard.group, 0), group=shard.group)
         if dist.get_rank(shard.group) == 0:
-            return whole.view(shape).cpu()
+            return values.view(shape).cpu()
     return torch.empty(shape, dtype=torch.float32, device="cpu")  # untouched memory is free

@@ -11,10 +11,7 @@ from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
 
 def begin_random_state(seed: int, data_rank: int) -> None:
-    """Seed Python and numpy at the start of a run, for reward functions.
-
-    Megatron seeds torch on the training device; with a GPU, the host's generator is seeded here.
-    """
+    """Seed Python, numpy and, with a GPU, the host's torch generator, for reward functions."""
     rank_seed = random.Random(f"{seed} {data_rank}").getrandbits(32)
     random.seed(rank_seed)
     np.random.seed(rank_seed)

@@ -32,12 +32,8 @@ def newest_whole(
 ) -> tuple[Path, CheckpointMetadata] | None:
     """Return the newest intact checkpoint, or None for an empty folder; newer damaged ones are renamed.
 
-    Args:
-        check: refuses a checkpoint of another model by a ValueError.
-        say: takes a line for each file that was removed or renamed.
-
-    Raises:
-        ValueError: no checkpoint is intact (nothing is renamed then), or `check` refused the newest.
+    `say` gets a line for each file that was removed or renamed. ValueError if no checkpoint is intact (nothing is
+    renamed then), or if `check` refuses the newest as of another model.
     """
     unusable = f"the checkpoints in {folder} cannot be used"
     for text in on_first_rank(lambda: storage.clean_up(folder), unusable):
@@ -53,11 +49,11 @@ def newest_whole(
             continue
         for bad, why in damaged:
             aside = on_first_rank(lambda bad=bad: storage.set_aside(bad), unusable)  # type: ignore[misc]
-            say(f"{why}; set aside as {aside.name}, {path.name} is taken instead")
+            say(f"{why}; set aside as {aside.name}, {path.name} is used instead")
         return path, manifest.metadata
     if damaged:
         raise ValueError(
-            f"no checkpoint in {folder} is whole: {'; '.join(why for _, why in damaged)}. Nothing was changed; "
+            f"no checkpoint in {folder} is intact: {'; '.join(why for _, why in damaged)}. Nothing was changed; "
             "restore one, or set run.resume = 'never' or another run.dir to start over"
         )
     return None
@@ -67,7 +63,7 @@ _BEGUN_BY = ".begun_by"
 
 
 def check_sources(config: TrainConfig) -> None:
-    """Check model and file sizes of the checkpoints that the config names; ValueError if one does not fit."""
+    """Raise ValueError if a checkpoint that the config names has another model or other file sizes."""
     teacher = config.teacher if config.teacher is not None and is_hf(config.teacher) else None
     for key, folder, has_head in (("model.hf", config.model.hf, config.scalar_head), ("teacher", teacher, False)):
         if folder is not None:
@@ -91,10 +87,7 @@ def check_sources(config: TrainConfig) -> None:
 
 
 def verify_sources(config: TrainConfig, *, begins: bool) -> None:
-    """Verify the checkpoints that the config names, each rank a part of the files.
-
-    A resumed run does not read run.init_from. ValueError on all ranks for a damaged file.
-    """
+    """Verify the config's checkpoints, each rank a part of the files; ValueError on all for a damaged one."""
     for key, name, _ in _sources(config):
         if begins or key != "run.init_from":
             path, cannot = Path(name), f"{key} = {name!r} cannot be used"
@@ -107,15 +100,11 @@ def verify_sources(config: TrainConfig, *, begins: bool) -> None:
 def find_start(
     config: TrainConfig, phases: Mapping[str, int], data: Datasets, say: Callable[[str], None]
 ) -> tuple[bool, tuple[Path, CheckpointMetadata] | None]:
-    """Return whether a run starts over, and the checkpoint to resume from, if any; changes nothing.
+    """Return whether a run starts over, and the checkpoint to resume from, if any.
 
-    Args:
-        phases: each with its steps, in order.
-        data: the run's sources.
-        say: takes a line for each file that was removed or renamed, and one if no step is left.
-
-    Raises:
-        ValueError: on all ranks: a checkpoint of another model or other data, no intact one, unreadable rows.
+    `phases` maps each phase to its steps, in order. `say` gets a line for each file that was removed or renamed, and
+    one if no step is left. ValueError on all ranks for a checkpoint of another model or other data, no intact one, or
+    unreadable rows.
     """
     folder = Path(config.run.dir)
     on_first_rank(lambda: check_sources(config), "the checkpoints that the config names cannot be read")
@@ -155,9 +144,9 @@ def _done(path: Path, metadata: CheckpointMetadata, phases: Mapping[str, int]) -
 
 
 def check_room(config: TrainConfig, engine: Engine, goes: Sequence[str]) -> None:
-    """Refuse to start if the disk has no room for one more checkpoint.
+    """Raise ValueError on all ranks if the disk lacks room for a checkpoint, or `goes` has foreign files.
 
-    `goes` lists what will be removed from the run's folder before. ValueError on all ranks, also if that holds foreign files.
+    `goes` lists what the run removes from its folder before.
     """
     weight = DTYPES[config.run.dtype].itemsize
     moments = 2 * max(4, weight) + (4 if weight < 4 else 0)  # moments, and a master weight
@@ -215,7 +204,7 @@ def clear_run(folder: Path, names: Sequence[str]) -> None:
             folder.mkdir(parents=True, exist_ok=True)
             (folder / _BEGUN_BY).write_text(job, encoding="utf-8")
 
-    on_first_rank(clear, f"what stands in {folder} cannot be removed")
+    on_first_rank(clear, f"the old run's files in {folder} cannot be removed")
 
 
 def _sources(config: TrainConfig) -> list[tuple[str, str, bool]]:

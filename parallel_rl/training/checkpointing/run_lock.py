@@ -26,15 +26,10 @@ _CACHED = 60.0  # seconds for which a node may not see another node's new file
 def only_run(folder: Path, timeout: float) -> Iterator[None]:
     """Hold the folder's lock on the first rank, in a `with` block.
 
-    File systems without locks have none. A requeued Slurm job waits for the lock of its previous start. A folder created for
-    the lock is removed again if the run wrote nothing.
-
-    Args:
-        timeout: seconds that a rank waits in a collective.
-
-    Raises:
-        ValueError: another run holds it, or ranks do not share the folder; on all ranks.
-        RuntimeError: it cannot be written; on all ranks.
+    File systems without locks have none. A requeued Slurm job waits for the lock of its previous start. A folder
+    created for the lock is removed again if the run wrote nothing. `timeout` is the seconds that a rank waits in a
+    collective. On all ranks, ValueError if another run holds the lock or ranks do not share the folder, RuntimeError if
+    it cannot be written.
     """
     with contextlib.ExitStack() as held:
         end = time.monotonic() + max(_LEASE, timeout + _LINGER)
@@ -48,11 +43,11 @@ def only_run(folder: Path, timeout: float) -> Iterator[None]:
             return other
 
         # every rank polls: a collective with the first rank would time out
-        said = False
+        printed = False
         while (other := on_first_rank(hold, f"run.dir = {str(folder)!r} cannot be written")) is not None:
-            if dist.get_rank() == 0 and not said:
-                print(f"run.dir is still held by this job's last start, {other}; waiting for it to end", flush=True)
-            said = True
+            if dist.get_rank() == 0 and not printed:
+                print(f"this job's last start still holds run.dir, {other}; waiting for it to end", flush=True)
+            printed = True
             time.sleep(_AGAIN)
         held_by = on_first_rank(lambda: _held_by(folder), f"run.dir = {str(folder)!r} cannot be read")
         raise_on_all_ranks(lambda: _check_shared(folder, held_by, min(_CACHED, timeout / 2)))
@@ -60,7 +55,6 @@ def only_run(folder: Path, timeout: float) -> Iterator[None]:
 
 
 def _held_by(folder: Path) -> str | None:
-    """Return the lock's text, or None without a lock."""
     try:
         return (folder / _NAME).read_text(encoding="utf-8", errors="replace")
     except FileNotFoundError:

@@ -112,7 +112,6 @@ class _ShardedOnEveryRank(TorchDistSaveShardedStrategy):
 
 
 def _write(writer: FileSystemWriterAsync, preload: Callable[[], list[Any]] | None) -> None:
-    """Write this rank's files, each in a thread."""
     if preload is None:
         return
     buckets, transforms = preload(), [writer.transforms] if hasattr(writer, "transforms") else []

@@ -16,11 +16,11 @@ from parallel_rl.training.checkpointing.manifest import MANIFEST, read_manifest,
 
 _NAME = re.compile(r"step_(\d{6,})")
 # names that a run gives in its folders: checkpoints, partial and damaged ones, rollouts, weights, TensorBoard's files
-_MADE = re.compile(
+_RUN_FILES = re.compile(
     r"(\.(partial|replaced|pruned)_|[a-z]+_)?step_\d{6,}(\.damaged\d*|_\d+\.jsonl)?"
     r"|\.?version_\d{6,}_\d+(\.\d+\.partial)?|events\.out\.tfevents\..*|\.nfs.*"
 )
-_PATIENCE = 5.0  # seconds that all ranks wait for a removal
+_PATIENCE = 5.0  # seconds that all ranks wait for a removal, which then continues in a thread
 _UNITS = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
 _PARTIAL, _REPLACED, _PRUNED = ".partial_", ".replaced_", ".pruned_"
 
@@ -38,7 +38,6 @@ def path_of(folder: Path, number: int) -> Path:
 
 
 def number_of(path: Path) -> int:
-    """Parse the steps done from a checkpoint's name."""
     return int(path.name[5:])
 
 
@@ -73,10 +72,7 @@ def publish(partial: Path, final: Path) -> None:
 
 
 def prune(folder: Path, keep: Retention, written: Path) -> None:
-    """Remove what `keep` does not hold, except `written` and checkpoints being read.
-
-    A removal that takes more than some seconds continues in a thread. OSError if one failed.
-    """
+    """Remove what `keep` does not hold, except `written` and checkpoints being read; OSError on failure."""
     gone = []
     for path in list_checkpoints(folder)[: -keep.newest]:
         if path == written or (keep.every and _step_of(path) % keep.every == 0):
@@ -116,11 +112,11 @@ def clean_up(folder: Path) -> list[str]:
         final = folder / path.name[path.name.index("step_") :]
         if path.name.startswith(_REPLACED) and not final.exists():
             path.rename(final)
-            notes.append(f"{final}: a save that was cut off had moved it; it is in its place again")
+            notes.append(f"{final}: an interrupted save had moved it; it is restored")
         elif path.name.startswith((_PARTIAL, _REPLACED, _PRUNED)):
             shutil.rmtree(path)
             if path.name.startswith(_PARTIAL):
-                notes.append(f"{final}: its save was cut off; the unfinished part was removed")
+                notes.append(f"{final}: its save was interrupted; the unfinished part was removed")
     return notes
 
 
@@ -139,7 +135,7 @@ def foreign(folder: Path, names: Sequence[str]) -> Path | None:
     """Return the first file that `remove` would take and whose name no run gives."""
     for path in (folder / name for name in names):
         if path.is_dir() and not path.is_symlink():
-            others = sorted(entry.name for entry in path.iterdir() if not _MADE.fullmatch(entry.name))
+            others = sorted(entry.name for entry in path.iterdir() if not _RUN_FILES.fullmatch(entry.name))
             if (other := foreign(path, others)) is not None:
                 return other
         elif os.path.lexists(path):
@@ -148,7 +144,6 @@ def foreign(folder: Path, names: Sequence[str]) -> Path | None:
 
 
 def remove(folder: Path, names: Sequence[str]) -> None:
-    """Remove these names from a folder, if they exist."""
     for name in names:
         if (folder / name).exists():
             shutil.rmtree(folder / name)

@@ -47,10 +47,8 @@ class _Place(NamedTuple):
 def check_pickles(path: Path) -> None:
     """Check every pickle of a checkpoint (index, common part, objects) without running any.
 
-    Only tensors, numbers, text, their containers, and torch's index classes pass: checksums do not stop a writer of the folder.
-
-    Raises:
-        ValueError: a pickle that names anything else, or an index that points outside the folder.
+    Only tensors, numbers, text, their containers, and torch's index classes pass: checksums do not stop a person who
+    writes the folder. ValueError for a pickle that names anything else, or an index that points outside the folder.
     """
     try:
         settings = json.loads((path / "metadata.json").read_text(encoding="utf-8"))
@@ -60,10 +58,10 @@ def check_pickles(path: Path) -> None:
         raise ValueError(f"{path.absolute()} is not loaded: metadata.json is {settings!r}; {BACKENDS!r} is right")
     objects = _objects(path)
     _check(path, "common.pt", (path / "common.pt").read_bytes())
-    for one in objects:
-        with (path / one.file).open("rb") as file:
-            file.seek(one.offset)
-            _check(path, f"{one.name!r} in {one.file}", file.read(one.length))
+    for place in objects:
+        with (path / place.file).open("rb") as file:
+            file.seek(place.offset)
+            _check(path, f"{place.name!r} in {place.file}", file.read(place.length))
 
 
 def _objects(path: Path) -> list[_Place]:

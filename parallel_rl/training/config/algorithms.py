@@ -120,12 +120,11 @@ class RLConfig:
         optimizer: AdamW of the policy.
         updates: optimizer steps on one step's samples.
         prev_logprobs: "recompute" runs the training forward before the first update; "generation" takes the recorded ones.
-        record: writes each step's samples to rollouts/step_<number>_<data rank>.jsonl in the run's folder, to train on later
-            (`data.rollouts`).
+        record: write each step's samples to run.dir/rollouts/step_<number>_<data rank>.jsonl, for `data.rollouts`.
         dynamic_sampling: replace prompts whose samples have too low or too high a mean reward (DAPO). null: keep all.
         overlong: change the rewards of long or truncated completions. null: keep them.
         failed_samples: what happens to samples whose reward function fails or whose log-probs are not finite.
-        server: rollout servers that draw the samples. null: the trainer draws them.
+        server: rollout servers that sample completions. null: the trainer samples them.
         experts: demonstrations from `data.examples` added to the samples of each step, for a loss that reads `expert_mask`.
         advantages: advantage estimator and its options.
         reward_kl: estimator of the KL to the reference policy that `advantages.kl_coefficient` subtracts from the reward.
@@ -169,7 +168,7 @@ class RLConfig:
 
     @property
     def rounds(self) -> int:
-        """Bound the rounds in which a step samples."""
+        """Return the most rounds in which a step samples."""
         return 1 if self.dynamic_sampling is None else self.dynamic_sampling.max_rounds
 
     def policy_version(self, step: int) -> int:
@@ -260,7 +259,7 @@ class DistillationConfig:
     teacher: checkpoint folder of a model of the same shape and vocabulary, relative to the config file.
     rows: "examples" are demonstrations from `data.examples`. "policy" are the student's own completions of `data.train`
         (on-policy distillation, GKD).
-    server: rollout servers that draw the student's completions. null: the trainer draws them.
+    server: rollout servers that sample the student's completions. null: the trainer samples them.
     top_k: keep the teacher's k most likely tokens per position, for a loss that reads `teacher_topk_logits` and
         `teacher_topk_indices`. null: the whole distribution.
     loss: a loss that reads `teacher_logits`, or the fields that `top_k` provides.
@@ -281,7 +280,7 @@ class DistillationConfig:
         of_topk = ("teacher_topk_logits", "teacher_topk_indices", "teacher_logsumexp")
         of_records = dict.fromkeys(own_names(self.loss) if self.rows == "examples" else (), "")
         if self.top_k is None:
-            wanted = "which distillation.top_k gives; set it to a number of words"
+            wanted = "which distillation.top_k gives; set it to a number of tokens"
             return check_fields_available(
                 self.loss, {"teacher_logits": "", **dict.fromkeys(of_topk, wanted), **of_records}
             )

@@ -30,14 +30,14 @@ class DatasetSource:
 Paths = DatasetSource | str | tuple[str, ...] | None
 
 # fields of each source that `columns` may rename
-_ASKED = ("prompt", "messages", "system", "tools")
+_PROMPT = ("prompt", "messages", "system", "tools")
 FIELDS: Mapping[str, tuple[str, ...]] = {
-    "train": (*_ASKED, "answer", "source"),
-    "held_out": (*_ASKED, "answer", "source"),
-    "examples": (*_ASKED, "answer", "text"),
-    "pairs": (*_ASKED, "chosen", "rejected"),
-    "answers": (*_ASKED, "answer", "label"),
-    "solutions": (*_ASKED, "completions", "labels"),
+    "train": (*_PROMPT, "answer", "source"),
+    "held_out": (*_PROMPT, "answer", "source"),
+    "examples": (*_PROMPT, "answer", "text"),
+    "pairs": (*_PROMPT, "chosen", "rejected"),
+    "answers": (*_PROMPT, "answer", "label"),
+    "solutions": (*_PROMPT, "completions", "labels"),
 }
 # fields of recorded rollouts, which `columns` cannot rename
 ROLLOUT_FIELDS = (
@@ -99,8 +99,7 @@ class DataConfig:
         step_separator: text after each step of a solution. The step's label belongs to its last token.
         last_step_only: learn only the label of a solution's last step. false: every label.
         mask_history: learn only the last answer of an example's `messages`. false: every answer.
-        buffer_megabytes: data of each source that is held in memory and shuffled at a time; at least one block (a Parquet row
-            group).
+        buffer_megabytes: data of each source that is held in memory and shuffled at a time; at least one block (row group).
         check_gigabytes: data of each source that is checked before the run, in blocks spread evenly over it. The rest is
             checked when it is read. `held_out` is always checked whole.
     """
@@ -150,11 +149,11 @@ class DataConfig:
             if dot and source not in FIELDS:
                 raise ValueError(f"columns: {key!r} is not valid; before the dot {nearest(source, FIELDS)}")
             sources = [source] if dot else list(FIELDS)
-            known = {one for each in sources for one in FIELDS[each]}
+            known = {field_name for reader in sources for field_name in FIELDS[reader]}
             if name not in known:
                 raise ValueError(f"columns: {key!r} is not a field; {nearest(name, known)}")
-            readers = [each for each in sources if name in FIELDS[each]]
-            if all(getattr(self, each) is None for each in readers):
+            readers = [reader for reader in sources if name in FIELDS[reader]]
+            if all(getattr(self, reader) is None for reader in readers):
                 raise ValueError(
                     f"columns: {key!r} has no effect; only data.{' and data.'.join(readers)} have that field"
                 )

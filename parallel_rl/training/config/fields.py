@@ -23,7 +23,7 @@ OF_TEACHER = ("teacher_token_logprobs", "teacher_logits")
 # fields of recorded rollouts only, and the record keys that give them
 RECORDED_FIELDS = {"run_ids": "run", "segment_ids": "segments"}
 # fields that a trainer or a model gives; all others must be in the records
-_GIVEN = frozenset(
+_PROVIDED = frozenset(
     {
         "advantages",
         "expert_mask",
@@ -62,7 +62,7 @@ ESTIMATOR_FIELDS = (
     "teacher_token_logprobs",
 )
 # names with a fixed meaning in a step or in records
-_TAKEN = frozenset(
+_RESERVED = frozenset(
     {
         "untruncated_logprobs",
         *(attribute.name for attribute in dataclasses.fields(Experience)),
@@ -77,30 +77,30 @@ _TAKEN = frozenset(
 def own_fields(choice: LossConfig) -> tuple[Field, ...]:
     """List the fields that a loss declares and records or rewards must provide, per token or sequence.
 
-    Raises:
-        ValueError: a reserved name, or an alignment that records do not have.
+    ValueError for a reserved name, or an alignment that records do not have.
     """
     fields = choice.requirements.fields
-    declared = tuple(
-        field for field in fields if field.name not in _GIVEN and field.per in ("token", "sequence") and not field.width
+    extra = tuple(
+        declared
+        for declared in fields
+        if declared.name not in _PROVIDED and declared.per in ("token", "sequence") and not declared.width
     )
-    for field in declared:
-        if field.name in _TAKEN:
+    for declared in extra:
+        if declared.name in _RESERVED:
             raise ValueError(
-                f"loss.name = {choice.name!r} declares the field {field.name!r}, a name that the trainer or the records use "
+                f"loss.name = {choice.name!r} declares the field {declared.name!r}, a name that the trainer or the records use "
                 "for something else; rename the field"
             )
-        if field.per == "token" and field.alignment == "predictor":
+        if declared.per == "token" and declared.alignment == "predictor":
             raise ValueError(
-                f"loss.name = {choice.name!r} declares the field {field.name!r} with alignment 'predictor'; records give "
+                f"loss.name = {choice.name!r} declares the field {declared.name!r} with alignment 'predictor'; records give "
                 "values at their own tokens, so declare alignment 'token'"
             )
-    return declared
+    return extra
 
 
 def own_names(choice: LossConfig) -> tuple[str, ...]:
-    """Return the names of `own_fields`."""
-    return tuple(field.name for field in own_fields(choice))
+    return tuple(declared.name for declared in own_fields(choice))
 
 
 def has_unknown_fields(choice: LossConfig) -> bool:
@@ -116,15 +116,10 @@ def has_unknown_fields(choice: LossConfig) -> bool:
 def check_fields_available(
     choice: LossConfig, fields: Mapping[str, str], *, paired: bool = False, scalar_head: bool = False
 ) -> None:
-    """Refuse a loss that reads fields that the objective's data lacks.
+    """Raise ValueError if a loss reads fields that the objective's data lacks.
 
-    Args:
-        fields: available fields, each with the setting that would give it ("": none needed).
-        paired: rows come as (chosen, rejected).
-        scalar_head: the model may have a scalar head.
-
-    Raises:
-        ValueError: names the field and the setting that would give it.
+    `fields` maps the available fields to the setting that would give each ("": none needed). Rows are (chosen,
+    rejected) if `paired`; the model may have a scalar head if `scalar_head`.
     """
     if choice.unseen:
         return

@@ -25,10 +25,9 @@ def load_config(
     Args:
         path: the YAML file, see `read_tree`; relative paths in it start at its folder.
         overrides: "--a.b", "value" or "--a.b=value", values in YAML; paths in them start at the working folder.
-        say: takes a line for each setting of the file that an override disables.
+        say: gets a line for each setting of the file that an override disables.
 
-    Raises:
-        ValueError: a missing or malformed file, an override without a value, or a config that `configure` refuses.
+    ValueError for a missing or malformed file, an override without a value, or a config that `configure` refuses.
     """
     tree = read_tree(Path(path))
     needs = tree.pop("needs", None)
@@ -66,7 +65,7 @@ def as_mapping(config: TrainConfig) -> Mapping[str, object]:
 def check_same_config(config: TrainConfig) -> None:
     """Compare the config and the tokenizer's file over all ranks; ValueError on all if they differ."""
 
-    def told() -> dict[str, str]:
+    def flat_config() -> dict[str, str]:
         return {
             **dict(_flat("", as_mapping(config))),
             **{name: repr(x) for name, x in config.tokenizer.identity.items()},
@@ -74,10 +73,10 @@ def check_same_config(config: TrainConfig) -> None:
 
     if dist.get_world_size() == 1:
         return
-    first = on_first_rank(told, "the config")
+    first = on_first_rank(flat_config, "the config")
 
     def compare() -> None:
-        mine = told()
+        mine = flat_config()
         for key in dict.fromkeys([*first, *mine]):
             if first.get(key) != mine.get(key):
                 here, there = mine.get(key, "not there"), first.get(key, "not there")

@@ -21,7 +21,7 @@ class RecomputeConfig:
         method: for "full": "uniform" keeps the input of each `num_layers` layers, "block" recomputes the first `num_layers`
             layers of a stage and keeps the others whole. null: "uniform".
         num_layers: for "full": see `method`. null: 1.
-        modules: for "selective": parts of a layer. None: the core attention. "layernorm" needs Transformer Engine.
+        modules: for "selective": parts of a layer. Empty: the core attention. "layernorm" needs Transformer Engine.
     """
 
     granularity: Literal["full", "selective"] = "full"
@@ -106,7 +106,7 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         if self.hf is not None:
-            self._take(read_hf(self.hf))
+            self._set_from(read_hf(self.hf))
         at_least(self, layers=1, hidden=1, heads=1, max_positions=2, vocab_multiple=1, aux_loss=0)
         for name in ("head_dim", "vocab_size"):
             if getattr(self, name) is not None:
@@ -126,10 +126,9 @@ class ModelConfig:
         if self.experts is None:
             self._refuse("aux_loss", "has no effect without experts")
 
-    def _take(self, described: HFModel) -> None:
-        """Set the fields that a folder's config.json gives."""
+    def _set_from(self, described: HFModel) -> None:
         model = described.architecture
-        said = {
+        settings = {
             "layers": model.layers,
             "hidden": model.hidden,
             "heads": model.heads,
@@ -147,11 +146,11 @@ class ModelConfig:
             "experts": model.experts,
             "tie_embeddings": model.tied,
         }
-        for name, value in said.items():
+        for name, value in settings.items():
             if getattr(self, name) != value:
                 self._refuse(name, f"contradicts hf = {self.hf!r}, whose config.json means {value!r}; leave it out")
             object.__setattr__(self, name, value)
-        self._refuse("init_std", f"has no effect with hf = {self.hf!r}, whose weights are not drawn")
+        self._refuse("init_std", f"has no effect with hf = {self.hf!r}, whose weights are loaded")
         if self.max_positions == _DEFAULTS["max_positions"]:
             object.__setattr__(self, "max_positions", model.max_positions)
         elif self.max_positions > model.max_positions:

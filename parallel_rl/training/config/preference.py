@@ -46,7 +46,7 @@ class PreferenceConfig:
             return
         if LABELS not in self.loss.requirements.names and not self.loss.unseen:
             raise ValueError(
-                f"loss.name = {self.loss.name!r} reads no labels; of single answers only kto's kind learns"
+                f"loss.name = {self.loss.name!r} reads no labels; only losses such as kto learn from single answers"
             )
         if self.mismatched:
             at_least(self, answers=2)

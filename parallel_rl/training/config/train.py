@@ -113,7 +113,7 @@ class TrainConfig:
 
     def own_fields(self, source: str) -> tuple[Field, ...]:
         """List the user's fields in the records of a source, for the losses that declare them."""
-        fields = {one.name: one for loss in self._losses_on(source) for one in own_fields(loss)}
+        fields = {declared.name: declared for loss in self._losses_on(source) for declared in own_fields(loss)}
         return tuple(fields.values())
 
     @property
@@ -299,15 +299,15 @@ class TrainConfig:
                 "micro-batches; set batch.micro_batch_size"
             )
         on_policy = self.distillation is not None and self.distillation.rows == "policy"
-        draws = (self.rl is not None and self.data.rollouts is None) or on_policy
+        samples = (self.rl is not None and self.data.rollouts is None) or on_policy
         served = self.server is not None
-        for name, present in (
-            (self.objective, draws and not served),
+        for name, uses_sampler in (
+            (self.objective, samples and not served),
             ("evaluation", self.evaluation is not None and (self.server is None or self.server.update is None)),
         ):
-            if present:
+            if uses_sampler:
                 raise ValueError(
-                    f"the section {name!r} with parallel.expert = {experts} would draw by the trainer's own sampler, whose "
+                    f"the section {name!r} with parallel.expert = {experts} would use the trainer's own sampler, whose "
                     f"data ranks end at different tokens; set {self.objective}.server with update, or parallel.expert to 1"
                 )
 
@@ -315,5 +315,5 @@ class TrainConfig:
 def _settled(reward: dict[str, object] | HTTPRewardConfig | str) -> dict[str, object] | HTTPRewardConfig | str:
     """Read the options of reward servers; a mapping with a `url` is one server's."""
     if isinstance(reward, dict) and "url" not in reward:
-        return {source: named_reward(one, f"reward.{source}") for source, one in reward.items()}
+        return {source: named_reward(options, f"reward.{source}") for source, options in reward.items()}
     return named_reward(reward)

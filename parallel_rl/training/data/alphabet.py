@@ -23,35 +23,34 @@ _TEXTS = ("prompt", "messages", "answer", "text", "chosen", "rejected", "complet
 def settle_alphabet(config: TrainConfig, files: Mapping[str, Sequence[DataFile]]) -> TrainConfig:
     """Return the run with `auto` replaced by the sorted characters of all its data; every rank calls it.
 
-    Raises:
-        ValueError: the data (as far as `data.check_gigabytes` goes) has characters that the alphabet lacks; names them all.
+    ValueError names the characters of the data (as far as `data.check_gigabytes` goes) that the alphabet lacks.
     """
-    given = config.tokenizer.alphabet
-    if given is None:
+    alphabet = config.tokenizer.alphabet
+    if alphabet is None:
         return config
-    known = set() if given == AUTO else set(given)
+    known = set() if alphabet == AUTO else set(alphabet)
     first: dict[str, str] = {}
     open_in_turn([file for group in files.values() for file in group])
     forms = raise_on_all_ranks(lambda: find_forms(config.data, files, config.own_fields))
     for name in FIELDS:
         if name in files:
-            for found in _unknown(config, name, files[name], known, forms):
-                first = {**found, **first}
-    if given == AUTO:
+            for characters in _unknown(config, name, files[name], known, forms):
+                first = {**characters, **first}
+    if alphabet == AUTO:
         return replace(config, tokenizer=TokenizerConfig("".join(sorted(first))))
     if first:
         chars = sorted(first)
         raise ValueError(
-            f"tokenizer.alphabet = {given!r} lacks {', '.join(map(repr, chars))} of the data ({chars[0]!r} is in "
+            f"tokenizer.alphabet = {alphabet!r} lacks {', '.join(map(repr, chars))} of the data ({chars[0]!r} is in "
             f"{first[chars[0]]}); add {'them' if len(chars) > 1 else 'it'}, or write alphabet: auto"
         )
     return config
 
 
-def _said(value: object) -> list[str]:
+def _texts_of(value: object) -> list[str]:
     """List a text, or the texts of messages or steps; skip malformed values, which the parser refuses."""
     parts = (
-        [one.get("content") if isinstance(one, Mapping) else one for one in value]
+        [part.get("content") if isinstance(part, Mapping) else part for part in value]
         if isinstance(value, list)
         else [value]
     )
@@ -63,13 +62,13 @@ def _unknown(
 ) -> list[dict[str, str]]:
     """List a source's characters outside of `known`, each with the first place on a rank, rank by rank."""
     columns, read = config.data.columns_of(name), read_of(forms, name)
-    own = config.own_fields(name)
+    own_fields = config.own_fields(name)
     ends = config.data.step_separator if name == "solutions" else ""
 
     def texts(row: Mapping[str, object]) -> str:
-        row = without_own(row, own)
+        row = without_own(row, own_fields)
         fields, _ = read(row) if read else pick(row, FIELDS[name], columns)
-        return ends + "".join(text for field in _TEXTS for text in _said(fields.get(field)))
+        return ends + "".join(text for field in _TEXTS for text in _texts_of(fields.get(field)))
 
     records = Records(files, index_of(files, f"data.{name}"), texts, config.data.buffer_megabytes << 20)
     mine: dict[str, str] = {}

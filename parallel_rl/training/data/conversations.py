@@ -1,4 +1,4 @@
-"""Conversations of records: the prompt, and the assistant's turns behind it."""
+"""Conversations of records: the prompt, and the assistant's turns after it."""
 
 from __future__ import annotations
 
@@ -16,10 +16,9 @@ _KEYS = frozenset({"role", "content", "weight", "tool_calls", "tool_call_id", "n
 
 
 def conversation(fields: Row, system: str | None, row: Row | None = None) -> list[Message]:
-    """Return the messages of a record's `messages` or `prompt` (a text becomes the user's), system first.
+    """Return a record's messages, the system text first; a text as `prompt` becomes the user's.
 
-    Raises:
-        ValueError: neither or both are given, a malformed message, or two system texts.
+    ValueError if neither or both of `messages` and `prompt` are given, for a malformed message, or two system texts.
     """
     if "messages" in fields and "prompt" in fields:
         raise ValueError("exactly one of 'prompt' and 'messages' is needed; both are given")
@@ -60,30 +59,26 @@ def asked_text(messages: Sequence[Message]) -> str:
 
 
 def split_turns(messages: Sequence[Message], last_only: bool) -> tuple[list[Message], list[Message]]:
-    """Split before the first answer to the user, or before the last answer, which ends the conversation.
+    """Split before the first answer to the user, or before the last; ValueError if no answer is last.
 
-    >>> said = [{"role": role, "content": "…"} for role in ("user", "assistant", "user", "assistant")]
-    >>> [len(part) for part in split_turns(said, last_only=False)], [len(part) for part in split_turns(said, last_only=True)]
+    >>> talk = [{"role": role, "content": "…"} for role in ("user", "assistant", "user", "assistant")]
+    >>> [len(part) for part in split_turns(talk, last_only=False)], [len(part) for part in split_turns(talk, last_only=True)]
     ([1, 3], [3, 1])
-
-    Raises:
-        ValueError: it ends otherwise.
     """
     roles = [message["role"] for message in messages]
     first = roles.index("user") if "user" in roles else len(roles)
     if not _is_answer(messages[-1]) or first >= len(roles) - 1:
         raise ValueError(
-            f"'messages' ends with one of {roles[-1]!r}; a text of {ANSWERS} behind a question is needed, or an 'answer'"
+            f"'messages' ends with one of {roles[-1]!r}; a text of {ANSWERS} after a question is needed, or an 'answer'"
         )
     cut = len(roles) - 1 if last_only else roles.index("assistant", first)
     return list(messages[:cut]), list(messages[cut:])
 
 
 def answers_of(value: object, key: str, asked: Sequence[Message]) -> list[Message]:
-    """Return the turns behind `asked`, from a text, or from messages with or without those of `asked`.
+    """Return the turns after the prompt `asked`, from a text or from messages that may repeat it.
 
-    Raises:
-        ValueError: no text, malformed messages, or messages that do not begin and end with an answer.
+    ValueError for malformed messages, or if the first or the last is no answer.
     """
     if not isinstance(value, list):
         return [{"role": "assistant", "content": text_of({key: value}, key)}]
@@ -95,7 +90,7 @@ def answers_of(value: object, key: str, asked: Sequence[Message]) -> list[Messag
             break
     if not messages or messages[0]["role"] != "assistant" or not _is_answer(messages[-1]):
         raise ValueError(
-            f"{key!r} has messages of {[message['role'] for message in messages]} behind the prompt; the first and the last "
+            f"{key!r} has messages of {[message['role'] for message in messages]} after the prompt; the first and the last "
             f"must be of {ANSWERS}"
         )
     return messages
@@ -105,8 +100,8 @@ def shared_turns(chosen: object, rejected: object) -> list[Message]:
     """Return the common beginning of two conversations; ValueError if none, or for a malformed message."""
     both = [messages_of(value, key) for key, value in (("chosen", chosen), ("rejected", rejected))]
     count = 0
-    for one, other in zip(*both, strict=False):
-        if one != other:
+    for first, second in zip(*both, strict=False):
+        if first != second:
             break
         count += 1
     if count == 0:
@@ -117,13 +112,10 @@ def shared_turns(chosen: object, rejected: object) -> list[Message]:
 
 
 def messages_of(value: object, key: str) -> list[Message]:
-    """Check a list of messages, and return it as chat templates expect it.
+    """Check a list of messages, and return it as chat templates expect it; ValueError names a bad one.
 
-    Null keys are removed: Parquet gives every message the keys of all, and a template may test for a key. Text parts become
-    one text, a line each, and the arguments of a tool call a mapping.
-
-    Raises:
-        ValueError: anything else; names the message.
+    Null keys are removed: Parquet gives every message the keys of all, and a template may test for a key. Text parts
+    become one text, a line each, and the arguments of a tool call a mapping.
     """
     if not isinstance(value, list) or not value:
         raise ValueError(f"{key!r} = {brief(value)} is not valid; a list of {{role, content}} is needed")

@@ -59,10 +59,7 @@ def texts_alone(row: Row) -> bool:
 
 
 def dialogues(row: Row) -> Fields:
-    """Convert two dialogues: to turns if both have Anthropic's marks, else to their common beginning.
-
-    The common beginning is TRL's: up to the first character that differs, without a space before it.
-    """
+    """Split two dialogues into turns by Anthropic's marks, or else after their common beginning, as TRL."""
     chosen, rejected = text_of(row, "chosen"), text_of(row, "rejected")
     both = [_turns(chosen), _turns(rejected)]
     if bool(both[0]) != bool(both[1]):
@@ -93,8 +90,8 @@ def _turns(text: str) -> list[dict[str, str]]:
     if parts and before.strip():
         messages.append({"role": "system", "content": before.strip()})
     for part in parts:
-        asked, *answers = part.split(_ASSISTANT)
-        messages.append({"role": "user", "content": asked.strip()})
+        question, *answers = part.split(_ASSISTANT)
+        messages.append({"role": "user", "content": question.strip()})
         messages += [{"role": "assistant", "content": answer.strip()} for answer in answers]
     return messages
 
@@ -103,7 +100,9 @@ def ranked(row: Row) -> Fields:
     """Convert NeMo-RL's preferences: the completion of the lower rank is preferred."""
     completions = row["completions"]
     ranks = (
-        [one.get("rank") for one in completions if isinstance(one, Mapping)] if isinstance(completions, list) else []
+        [entry.get("rank") for entry in completions if isinstance(entry, Mapping)]
+        if isinstance(completions, list)
+        else []
     )
     if not isinstance(completions, list) or len(ranks) != 2 or len(completions) != 2:
         raise ValueError(f"'completions' = {brief(completions)} is not valid; two of {{rank, completion}} are needed")
@@ -111,7 +110,7 @@ def ranked(row: Row) -> Fields:
         raise ValueError(
             f"'completions' has the ranks {ranks}; two different integers are needed, the lower is preferred"
         )
-    best, worst = sorted(completions, key=lambda one: one["rank"])
+    best, worst = sorted(completions, key=lambda entry: entry["rank"])
     return {"prompt": row["context"], "chosen": best.get("completion"), "rejected": worst.get("completion")}
 
 

@@ -26,7 +26,6 @@ class Datasets:
     """The sources that the config names; the others are empty.
 
     Attributes:
-        seed: of the order of the records.
         map: the function of `data.map` and a hash of its source; empty without one.
         longest: tokens of the longest sequence that a run can make of the checked records.
         limit: the most tokens of a sequence.
@@ -56,12 +55,7 @@ class Datasets:
                 yield name, records
 
     def read(self, records: Records[RecordT], indices: Sequence[int]) -> list[RecordT]:
-        """Read records of a shuffled source; ValueError on all ranks if one of any rank is malformed.
-
-        Args:
-            records: one of the sources.
-            indices: counted over all passes.
-        """
+        """Read records of a shuffled source by indices over all passes; ValueErrors are on all ranks."""
         return raise_on_all_ranks(lambda: records.stream(indices, self.seed))
 
     def metadata(self) -> dict[str, str]:
@@ -74,7 +68,7 @@ class Datasets:
 
     def check_metadata(self, metadata: Mapping[str, object], where: object) -> None:
         """Raise ValueError for a checkpoint with another seed, source or fingerprint; names it."""
-        mine, then = self.metadata(), f"when {where} was written, so the run cannot go on with the next record"
+        mine, then = self.metadata(), f"when {where} was written, so the run cannot continue with the next record"
         otherwise = "choose another run.dir, or set run.resume = 'never'"
         if (seed := metadata.get("data_seed")) != mine["data_seed"]:
             raise ValueError(f"run.seed = {self.seed} was {seed} {then} of the same order. Restore it, {otherwise}")
@@ -99,11 +93,10 @@ class Datasets:
         parts = []
         for name, number in taken.items():
             turn, place = divmod(number, len(getattr(self, name)))
-            parts.append(f"; data.{name} goes on with record {place + 1:,} of pass {turn + 1:,}")
+            parts.append(f"; data.{name} continues with record {place + 1:,} of pass {turn + 1:,}")
         return "".join(parts)
 
     def describe(self) -> list[str]:
-        """Describe each source in a line."""
         lines = []
         for name, records in self.sources():
             part = self.checked.get(name, 1.0)
@@ -117,11 +110,11 @@ class Datasets:
 def find_data(config: DataConfig) -> Files:
     """Return the files that the config names, by source; ValueError as in `find_files`."""
     named = {name: getattr(config, name) for name in SOURCES}
-    found = {name: find_files(value, f"data.{name}") for name, value in named.items() if value is not None}
+    files = {name: find_files(value, f"data.{name}") for name, value in named.items() if value is not None}
     if config.map is None:
-        return found
+        return files
     name, function = config.map, map_function(config.map)
-    return {source: tuple(MappedFile(file, function, name) for file in files) for source, files in found.items()}
+    return {source: tuple(MappedFile(file, function, name) for file in group) for source, group in files.items()}
 
 
 def check_cut(records: Records[Rollout], place: int, count: int) -> None:

@@ -91,10 +91,10 @@ class Answer:
 class Rollout:
     """A recorded sample; `logprobs` belong to its last `len(logprobs)` tokens.
 
-    Either `reward` (for advantages within `group`) or `advantage` is set. `staleness`, if known, is the number of optimizer
-    steps since the sampling weights. `run` names the sample's trajectory. `segments` number those tokens' turns in ascending
-    order, −1 for a token of the environment, which has no loss. `mask` is 1 for tokens that the policy sampled, and 0 for a
-    tool's, which have no loss. `own` holds the user's own fields: numbers of the sequence, or one for each of those tokens.
+    Either `reward` (for advantages within `group`) or `advantage` is set. `staleness`, if known, is the number of
+    optimizer steps since the sampling weights. `run` names the sample's trajectory. `segments` number those tokens'
+    turns in ascending order, −1 for a token of the environment. `mask` is 1 for tokens that the policy sampled and 0
+    for a tool's. `own` holds the user's own fields: numbers of the sequence, or one for each of those tokens.
     `sample_mask` is 0 for a sample without loss, such as one whose reward failed.
     """
 
@@ -114,10 +114,8 @@ class Rollout:
 def parse_prompt(row: Row, form: Format) -> Prompt:
     """Parse {"prompt": text or "messages": [{role, content}], "answer": any value}.
 
-    It may have "system", "source" and "tools".
-
-    Raises:
-        ValueError: a field is missing, unknown or malformed; the tokenizer has no ids for a text.
+    "system", "source" and "tools" are optional. ValueError if a field is missing, unknown or malformed, or the
+    tokenizer has no ids for a text.
     """
     fields, extra = form.fields(row, "train")
     messages, source = conversation(fields, form.system, row), None
@@ -137,10 +135,7 @@ def parse_example(row: Row, form: Format) -> Example:
     """Parse {"prompt": text or messages, "answer": the same}, {"messages": [...]} or {"text": text}.
 
     `messages` may replace `prompt`. Of `messages` without an "answer", each turn of the assistant has loss, unless
-    `form.mask_history`.
-
-    Raises:
-        ValueError: as `parse_prompt`.
+    `form.mask_history`. ValueErrors of `parse_prompt`.
     """
     fields, _ = form.fields(row, "examples")
     if "text" in fields:
@@ -149,24 +144,22 @@ def parse_example(row: Row, form: Format) -> Example:
         first, *tokens = form.tokenizer.document(text_of(fields, "text"))
         target = Target(tuple(tokens))
         return Example((first,), target, answer_values(row, form.own, target))
-    asked = conversation(fields, form.system, row)
+    prompt = conversation(fields, form.system, row)
     if "messages" in fields and "answer" not in fields:
-        asked, answers = split_turns(asked, form.mask_history)
+        prompt, answers = split_turns(prompt, form.mask_history)
     else:
-        answers = answers_of(field_of(fields, "answer", row), "answer", asked)
+        answers = answers_of(field_of(fields, "answer", row), "answer", prompt)
     _check_weights(answers)
     tools = tools_of(fields)
-    target = form.tokenizer.target(asked, answers, tools)
-    return Example(tuple(form.tokenizer.render(asked, tools)), target, answer_values(row, form.own, target))
+    target = form.tokenizer.target(prompt, answers, tools)
+    return Example(tuple(form.tokenizer.render(prompt, tools)), target, answer_values(row, form.own, target))
 
 
 def parse_pair(row: Row, form: Format) -> Pair:
     """Parse {"prompt": text or messages, "chosen": the same, "rejected": the same}; may have "system".
 
     An answer's messages may repeat those of the prompt; then "prompt" may be missing. `messages` may replace it.
-
-    Raises:
-        ValueError: as `parse_prompt`, or equal answers.
+    ValueErrors of `parse_prompt`, or for equal answers.
     """
     fields, _ = form.fields(row, "pairs")
     chosen, rejected = field_of(fields, "chosen", row), field_of(fields, "rejected", row)
@@ -177,27 +170,23 @@ def parse_pair(row: Row, form: Format) -> Pair:
             raise UnfitRecord(f"{key!r} = {brief(value)} is empty", "invalid")
     if isinstance(chosen, list) and isinstance(rejected, list) and fields.keys().isdisjoint(("prompt", "messages")):
         fields = {**fields, "messages": shared_turns(chosen, rejected)}
-    asked = conversation(fields, form.system, row)
-    sides = [answers_of(value, key, asked) for key, value in (("chosen", chosen), ("rejected", rejected))]
+    prompt = conversation(fields, form.system, row)
+    sides = [answers_of(value, key, prompt) for key, value in (("chosen", chosen), ("rejected", rejected))]
     tools = tools_of(fields)
     for side in sides:
         _check_weights(side)
-    first, second = (form.tokenizer.target(asked, answers, tools) for answers in sides)
+    first, second = (form.tokenizer.target(prompt, answers, tools) for answers in sides)
     if first == second:
         raise UnfitRecord(f"'chosen' and 'rejected' have the same tokens, of {brief(chosen)}", "invalid")
-    own = tuple(
+    field_values = tuple(
         answer_values(side_of(row, form.own, side), form.own, target)
         for side, target in (("chosen", first), ("rejected", second))
     )
-    return Pair(tuple(form.tokenizer.render(asked, tools)), first, second, own)  # type: ignore[arg-type]  # two of them
+    return Pair(tuple(form.tokenizer.render(prompt, tools)), first, second, field_values)  # type: ignore[arg-type]  # two of them
 
 
 def parse_answer(row: Row, form: Format) -> Answer:
-    """Parse {"prompt": text or messages, "answer": the same, "label": true (1) or false (0, −1)}.
-
-    Raises:
-        ValueError: as `parse_prompt`, or another label.
-    """
+    """Parse a prompt, its "answer" and "label": 1 (true), 0 (false) or −1; ValueErrors of `parse_prompt`."""
     fields, _ = form.fields(row, "answers")
     label = field_of(fields, "label", row)
     if not isinstance(label, int | float) or label not in (1, 0, -1):
@@ -205,16 +194,16 @@ def parse_answer(row: Row, form: Format) -> Answer:
             f"'label' = {brief(label)} is not valid; true or 1 is desirable, false, 0 or -1 undesirable. Use data.map to "
             "convert or leave out such records"
         )
-    asked = conversation(fields, form.system, row)
+    prompt = conversation(fields, form.system, row)
     answer = field_of(fields, "answer", row)
     if is_empty(answer):
         raise UnfitRecord(f"'answer' = {brief(answer)} is empty", "invalid")
     tools = tools_of(fields)
-    answers = answers_of(answer, "answer", asked)
+    answers = answers_of(answer, "answer", prompt)
     _check_weights(answers)
-    target = form.tokenizer.target(asked, answers, tools)
-    own = answer_values(row, form.own, target)
-    return Answer(tuple(form.tokenizer.render(asked, tools)), target, label == 1, own)
+    target = form.tokenizer.target(prompt, answers, tools)
+    field_values = answer_values(row, form.own, target)
+    return Answer(tuple(form.tokenizer.render(prompt, tools)), target, label == 1, field_values)
 
 
 def _check_weights(answers: Sequence[Message]) -> None:
@@ -225,11 +214,9 @@ def _check_weights(answers: Sequence[Message]) -> None:
 def parse_rollout(row: Row, vocab_size: int, own: Sequence[Field] = ()) -> Rollout:
     """Parse {"tokens": [ids], "logprobs": [floats], "group": integer, "reward" or "advantage": float}.
 
-    It may have "staleness", "run" and "sample_mask" (0 or 1), and for each log-prob "segments" (an integer) and "mask" (0 or
-    1). It has the user's `own` fields: one number, or one for each log-prob.
-
-    Raises:
-        ValueError: a field is missing, unknown or malformed.
+    It may have "staleness", "run" and "sample_mask" (0 or 1), and for each log-prob "segments" (an integer) and "mask"
+    (0 or 1). It has the user's `own` fields: one number, or one for each log-prob. ValueError if a field is missing,
+    unknown or malformed.
     """
     pick(without_own(row, own), ROLLOUT_FIELDS, {})
     tokens, logprobs = numbers_of(row, "tokens", integer=True), numbers_of(row, "logprobs")
@@ -247,12 +234,12 @@ def parse_rollout(row: Row, vocab_size: int, own: Sequence[Field] = ()) -> Rollo
         raise ValueError("exactly one of 'reward' and 'advantage' is needed")
     reward, advantage = (checked_number(row[key], key) if key in row else None for key in ("reward", "advantage"))
     group = int(checked_number(field_of(row, "group"), "group", integer=True))
-    whole = {
+    integers = {
         key: int(checked_number(row[key], key, integer=True))
         for key in ("staleness", "run", "sample_mask")
         if key in row
     }
-    if (keep := whole.get("sample_mask", 1)) not in (0, 1):
+    if (keep := integers.get("sample_mask", 1)) not in (0, 1):
         raise ValueError(f"'sample_mask' = {keep} must be 1 for a sample to train on, or 0")
     segments = _segments(row, len(logprobs)) if "segments" in row else None
     mask = _mask(row, len(logprobs), segments) if "mask" in row else None
@@ -266,12 +253,11 @@ def parse_rollout(row: Row, vocab_size: int, own: Sequence[Field] = ()) -> Rollo
         segments=segments,
         mask=mask,
         own=values,
-        **whole,
+        **integers,
     )
 
 
-def _one_each(row: Row, key: str, count: int) -> tuple[int, ...]:
-    """Read `count` integers, one for each log-prob."""
+def _integers_of(row: Row, key: str, count: int) -> tuple[int, ...]:
     values = tuple(map(int, numbers_of(row, key, integer=True)))
     if len(values) != count:
         raise ValueError(f"{key!r} has {len(values)} values for {count} 'logprobs'; their numbers must be equal")
@@ -279,7 +265,7 @@ def _one_each(row: Row, key: str, count: int) -> tuple[int, ...]:
 
 
 def _segments(row: Row, count: int) -> tuple[int, ...]:
-    segments = _one_each(row, "segments", count)
+    segments = _integers_of(row, "segments", count)
     turns = [turn for turn in segments if turn != -1]
     if not turns or turns != sorted(turns) or turns[0] < 0:
         raise ValueError(
@@ -289,10 +275,10 @@ def _segments(row: Row, count: int) -> tuple[int, ...]:
 
 
 def _mask(row: Row, count: int, segments: Sequence[int] | None) -> tuple[int, ...]:
-    mask = _one_each(row, "mask", count)
+    mask = _integers_of(row, "mask", count)
     if not {*mask} <= {0, 1} or not any(mask):
         raise ValueError(
-            f"'mask' = {list(mask)} must be 1 for what the policy sampled, at least once, and 0 for what a tool wrote"
+            f"'mask' = {list(mask)} must be 1 for tokens that the policy sampled, at least once, and 0 for a tool's"
         )
     if segments is not None and any(kept and turn < 0 for kept, turn in zip(mask, segments, strict=True)):
         raise ValueError("'mask' is 1 where 'segments' is -1, for a token of the environment; correct one of them")

@@ -17,12 +17,7 @@ WARN_SHARE = 0.1
 
 @dataclass(frozen=True)
 class Unfit:
-    """Counts of a source's records that did not fit.
-
-    Attributes:
-        checked, dropped, cut: numbers of records.
-        longest: tokens of the longest sequence before that.
-    """
+    """Counts of a source's records that did not fit; `longest` has tokens of a sequence before any cut."""
 
     checked: int
     dropped: int
@@ -58,7 +53,7 @@ def longest_that_fits(room: Callable[[int], None], most: int) -> int:
 
 
 def shorten(record: RecordT, limit: int, new: int) -> RecordT:
-    """Cut a record to `limit` tokens, with `new` sampled ones behind a prompt; ValueError if none is left.
+    """Cut a record to `limit` tokens, with `new` sampled ones after a prompt; ValueError if none is left.
 
     A prompt of RL loses its first tokens. An example or a pair loses the end of its answers, as in TRL's `keep_start`; if the
     prompt leaves no room for a token with loss, the prompt also loses its first tokens.
@@ -86,5 +81,4 @@ def _first_learned(target: Target) -> int:
 
 
 def begin_of(target: Target, count: int) -> Target:
-    """Cut a target to its first `count` tokens."""
     return Target(target.tokens[:count], None if target.mask is None else target.mask[:count])

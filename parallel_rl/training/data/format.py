@@ -16,20 +16,14 @@ Fields = dict[str, object]
 
 
 class UnfitRecord(ValueError):
-    """A well-formed record that a run may leave out.
-
-    Attributes:
-        kind: "too_long", or "invalid".
-        tokens: of its longest sequence, if too long.
-    """
+    """Well-formed record that a run may leave out: `kind` is "too_long" (of `tokens`) or "invalid"."""
 
     def __init__(self, message: str, kind: str, tokens: int = 0) -> None:
         super().__init__(message)
         self.kind, self.tokens = kind, tokens
 
 
-# alternatives
-_ASKED = ("prompt", "messages", "text")
+_PROMPT = ("prompt", "messages", "text")
 
 
 @dataclass(frozen=True)
@@ -37,12 +31,10 @@ class Format:
     """How to read one source's texts.
 
     Attributes:
-        tokenizer: of all text.
         columns: names of fields' columns, if they differ; if set, a row may have other columns, too.
         system: the system text of conversations without one.
         mask_history: only a conversation's last answer has loss.
         convert: another framework's record to this source's fields and other columns.
-        own: the user's own fields.
     """
 
     tokenizer: Tokenizer
@@ -59,19 +51,15 @@ class Format:
 
 
 def without_own(row: Row, own: Sequence[Field]) -> Row:
-    """Leave out the user's own fields."""
     names = [field.name for field in own]
     return {key: value for key, value in row.items() if key not in names} if names else row
 
 
 def pick(row: Row, known: Sequence[str], columns: Mapping[str, str]) -> tuple[dict[str, object], dict[str, object]]:
-    """Split a row into its fields and its other columns.
+    """Split a row into its fields and other columns; ValueError for a missing or an unknown column.
 
     >>> pick({"ask": "1+1=", "meta": {"key": "2"}, "id": 7}, ["prompt", "answer"], {"prompt": "ask", "answer": "meta.key"})
     ({'prompt': '1+1=', 'answer': '2'}, {'meta': {'key': '2'}, 'id': 7})
-
-    Raises:
-        ValueError: a column that is not there, or, without `columns`, one that is no field.
     """
     if not columns:
         for key in row:
@@ -88,18 +76,15 @@ def pick(row: Row, known: Sequence[str], columns: Mapping[str, str]) -> tuple[di
     fields = {name: _value(row, name, columns[name]) for name in known if name in columns}
     used = {*columns, *columns.values()}
     fields |= {name: row[name] for name in _needed(known, fields) if name in row and name not in used}
-    taken = {*columns.values(), *fields}
-    return fields, {key: value for key, value in row.items() if key not in taken}
+    used_columns = {*columns.values(), *fields}
+    return fields, {key: value for key, value in row.items() if key not in used_columns}
 
 
 def unread(row: Row, known: Sequence[str], columns: Mapping[str, str]) -> list[str]:
-    """List the columns of a row that `pick` does not read.
+    """List a row's columns that `pick` does not read; ValueError for a misspelled name of a missing field.
 
     >>> unread({"ask": "1+1=", "answer": "2", "id": 7}, ["prompt", "answer"], {"prompt": "ask"})
     ['id']
-
-    Raises:
-        ValueError: a column is nearly the name of a field that is read by its own name and is missing.
     """
     named = {column if column in row else column.partition(".")[0] for column in columns.values()}
     read = [name for name in _needed(known, columns) if name not in columns]
@@ -115,7 +100,7 @@ def unread(row: Row, known: Sequence[str], columns: Mapping[str, str]) -> list[s
 
 def _needed(known: Sequence[str], fields: Row) -> list[str]:
     """List the fields that are read by their own names even where `data.columns` names others."""
-    prompt = () if not fields.keys().isdisjoint(_ASKED) else ("prompt",)
+    prompt = () if not fields.keys().isdisjoint(_PROMPT) else ("prompt",)
     return [name for name in (*prompt, "answer", "chosen", "rejected") if name in known]
 
 
@@ -154,17 +139,10 @@ Own = tuple[float | tuple[float, ...], ...]
 
 
 def own_values(row: Row, fields: Sequence[Field], count: int, of: str, need: str = "one for each") -> Own:
-    """Read the user's own fields, in order: a number of the sequence, or a list of `count`.
+    """Read the user's own `fields` of a row, in order: a number of the sequence, or a list of `count`.
 
-    Args:
-        row: the values by name.
-        fields: the user's own.
-        count: length of the lists.
-        of: name of what the list is counted by, for the message.
-        need: expected values, for the message.
-
-    Raises:
-        ValueError: a value that is missing, no finite number or integer, or no 0 or 1 of a mask; a list of another length.
+    `of` (the items that `count` counts) and `need` (the expected values) are for messages. ValueError for a value that
+    is missing, no finite number or integer, or no 0 or 1 of a mask, and for a list of another length.
     """
     values: list[float | tuple[float, ...]] = []
     for declared in fields:
@@ -185,15 +163,12 @@ def own_values(row: Row, fields: Sequence[Field], count: int, of: str, need: str
 
 
 def answer_values(row: Row, fields: Sequence[Field], target: Target, of: str = "learned answers") -> Own:
-    """Read the user's own fields of an answer; a token takes the number of its learned turn.
+    """Read the user's own fields of an answer, as `own_values`; a token takes the number of its turn.
 
     The number of a token's field holds for every turn, a list has one for each. Tokens that are not learned take 0.
 
     >>> answer_values({"x": [0.5, 2]}, [Field("x")], Target((7, 8, 9, 9), (1, 0, 1, 1)))
     ((0.5, 0, 2, 2),)
-
-    Raises:
-        ValueError: see `own_values`.
     """
     if not fields:
         return ()
@@ -202,7 +177,11 @@ def answer_values(row: Row, fields: Sequence[Field], target: Target, of: str = "
         last += int(learned and not before)
         turns.append(last if learned else -1)
         before = learned
-    of_all = [one.name for one in fields if one.per == "token" and not isinstance(row.get(one.name, []), list)]
+    of_all = [
+        declared.name
+        for declared in fields
+        if declared.per == "token" and not isinstance(row.get(declared.name, []), list)
+    ]
     repeated = {**row, **{name: [row[name]] * (last + 1) for name in of_all}}
     need = "a number for all or one for each (data.rollouts alone give single tokens their values)"
     return tuple(
@@ -215,16 +194,13 @@ _SIDES = ("chosen", "rejected")
 
 
 def side_of(row: Row, fields: Sequence[Field], side: str) -> Row:
-    """Return a pair's row with the values of the user's own fields of "chosen" or "rejected".
+    """Return a pair's row with one side's values of the user's own fields; ValueError if a side has none.
 
     >>> side_of({"x": [0.5, 2]}, [Field("x")], "rejected"), side_of({"x": 1}, [Field("x")], "rejected")
     ({'x': 2}, {'x': 1})
-
-    Raises:
-        ValueError: a value that is neither a number for both nor {chosen, rejected} nor a list of two.
     """
     values = dict(row)
-    for name in [one.name for one in fields if one.name in row]:
+    for name in [declared.name for declared in fields if declared.name in row]:
         value = row[name]
         of_sides = dict(zip(_SIDES, value, strict=False)) if isinstance(value, list) else value
         if isinstance(of_sides, Mapping):
@@ -242,7 +218,7 @@ def _as_numbers(value: object, declared: Field) -> object:
     if declared.dtype not in ("label", "mask"):
         return value
     if isinstance(value, list):
-        return [_as_numbers(one, declared) for one in value]
+        return [_as_numbers(item, declared) for item in value]
     return int(value) if isinstance(value, bool) else value
 
 

@@ -20,12 +20,8 @@ class RecordForm:
     """One form of a record.
 
     Attributes:
-        name: in `data.form`.
-        title: in reports.
         sources: that may have it.
-        needs: columns of every record.
-        convert: a record to the fields of its source.
-        may: optional columns.
+        needs, may: required and optional columns.
         aside: patterns of columns that are not read.
         fits: tests the values of those columns.
     """
@@ -56,11 +52,9 @@ class RecordForm:
         return [key for key in others if not any(fnmatchcase(key, pattern) for pattern in self.aside)]
 
     def begins(self, row: Row) -> bool:
-        """Return whether a record has all columns that this form needs."""
         return all(name in row for name in self.needs)
 
     def matches(self, row: Row) -> bool:
-        """Return whether a record has the columns of this form, and no unknown ones."""
         return self.begins(row) and not self.unknown(row) and self.fits(row)
 
     def describe(self, row: Row) -> str:
@@ -81,13 +75,8 @@ def _no_own(source: str) -> Sequence[Field]:
 def find_forms(config: DataConfig, files: Mapping[str, Sequence[DataFile]], own: OwnFields = _no_own) -> Forms:
     """Choose and describe the form of each source from its first record; none for this package's fields.
 
-    Args:
-        config: the section `data`.
-        files: of each source.
-        own: the user's own fields of a source, which are no part of a form.
-
-    Raises:
-        ValueError: a first record matches several forms, or no source can have `data.form`.
+    `own` returns the user's own fields of a source, which are no part of a form. ValueError if a first record matches
+    several forms, or no source can have `data.form`.
     """
     sources = [source for source in FIELDS if files.get(source) and not config.columns_of(source)]
     if config.form and not any(
@@ -107,11 +96,7 @@ def find_forms(config: DataConfig, files: Mapping[str, Sequence[DataFile]], own:
 
 
 def left_aside(config: DataConfig, files: Mapping[str, Sequence[DataFile]], own: OwnFields = _no_own) -> dict[str, str]:
-    """Describe the unread parts of each source's first record: other columns, keys of messages.
-
-    Raises:
-        ValueError: a column is nearly the name of a missing field.
-    """
+    """Describe the unread parts of each source's first record; ValueErrors of `unread`."""
     notes = {}
     for source in FIELDS:
         row = _first(files[source][0], own(source)) if files.get(source) else None
@@ -162,7 +147,7 @@ def _choose(config: DataConfig, source: str, row: Row, file: DataFile) -> Record
     )
 
 
-def _first(file: DataFile, own: Sequence[Field]) -> Row | None:
+def _first(file: DataFile, own_fields: Sequence[Field]) -> Row | None:
     """Return a file's first record without the user's own fields; None if it has none or is malformed."""
     step = stretch(file.size)
     try:
@@ -170,7 +155,7 @@ def _first(file: DataFile, own: Sequence[Field]) -> Row | None:
             index = file.index(0, unit, unit + 1, step)
             index = index[index["count"] > 0]
             if len(index):
-                return without_own(file.read(*index[["start", "size", "crc"]][0].item()).row(0), own)
+                return without_own(file.read(*index[["start", "size", "crc"]][0].item()).row(0), own_fields)
         return None
     except ValueError:
         return None

@@ -40,7 +40,7 @@ class Parsers(NamedTuple):
 
 
 def parsers(config: TrainConfig, tokenizer: Tokenizer, forms: Forms | None = None) -> Parsers:
-    """Build the parsers of a run's sources for the forms of `find_forms`; None: this package's own fields."""
+    """Build the parsers of a run's sources for the forms of `find_forms`; None: this package's fields."""
     data, forms = config.data, forms or {}
     form = {
         name: Format(

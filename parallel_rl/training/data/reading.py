@@ -43,22 +43,16 @@ def read_datasets(
 ) -> Datasets:
     """Index the files and check their records, each rank a part; every rank calls it.
 
-    Args:
-        config: the run.
-        tokenizer: of all text.
-        files: from `find_data`.
-        room: refuses records that the run has no room for.
-
-    Raises:
-        ValueError: on every rank: a malformed line or row (by file and number), a sequence without room, a prompt in both
-            `train` and `held_out`, or recorded rollouts that do not fill steps with whole groups.
+    `room` refuses records that the run has no room for. ValueError on every rank: a malformed line or row (by file and
+    number), a sequence without room, a prompt in both `train` and `held_out`, or recorded rollouts that do not fill
+    steps with whole groups.
     """
     open_in_turn([file for group in files.values() for file in group])
-    reader, own = _Reader(config, files, room), config.own_fields
-    forms = raise_on_all_ranks(lambda: find_forms(config.data, files, own))
+    reader, own_fields = _Reader(config, files, room), config.own_fields
+    forms = raise_on_all_ranks(lambda: find_forms(config.data, files, own_fields))
     for name, (_, description) in forms.items():
         reader.notes[name].append(description)
-    for name, note in raise_on_all_ranks(lambda: left_aside(config.data, files, own)).items():
+    for name, note in raise_on_all_ranks(lambda: left_aside(config.data, files, own_fields)).items():
         reader.notes[name].append(note)
     parse = parsers(config, tokenizer, forms)
     held_out, held = reader.held_out(parse.held_out)
@@ -117,14 +111,13 @@ class _Reader:
             labels[:] += good, len(batch) - good
 
         if len(records):
-            records = self._check("answers", records, each=count)
+            records = self._check("answers", records, visit=count)
             good, bad = np.sum(gather_results(lambda: labels), axis=0).tolist()
             assert self._config.preference is not None
             self.notes["answers"].append(label_note(good, bad, self._config.preference.loss.options))
         return records
 
     def rollouts(self, parse: Callable[[Row], Rollout]) -> Records[Rollout]:
-        """Read recorded rollouts, and check them across records."""
         records, rl = self._open("rollouts", parse), self._config.rl
         if rl is None or not len(records):
             return records
@@ -173,7 +166,7 @@ class _Reader:
         name: str,
         records: Records[RecordT],
         budget: float | None = None,
-        each: Callable[[int, Sequence[RecordT]], None] = lambda place, batch: None,
+        visit: Callable[[int, Sequence[RecordT]], None] = lambda place, batch: None,
     ) -> Records[RecordT]:
         """Check a source, and return it without the records that are dropped."""
         data, mine = self._config.data, list[_UnfitRow]()
@@ -187,7 +180,7 @@ class _Reader:
             mine.append(_UnfitRow(block, row, error.kind, error.tokens, "" if error.kind in drops else str(error)))
 
         self._cut.clear()
-        longest, part = check(records, self._longest, budget, each, unfit)
+        longest, part = check(records, self._longest, budget, visit, unfit)
         rows: list[_UnfitRow] = sorted(chain.from_iterable(gather_results(lambda: mine)))
         cut: list[int] = [*chain.from_iterable(gather_results(lambda: self._cut))]
         looked_at = round(len(records) * part)

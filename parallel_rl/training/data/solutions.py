@@ -15,13 +15,9 @@ from parallel_rl.training.tokenizer.protocol import Target
 @final
 @dataclass(frozen=True)
 class Solution:
-    """A prompt and its answer in steps, with a label for each step.
+    """A prompt and its answer in steps; the target's mask is 1 at the last token of each step.
 
-    Attributes:
-        prompt: ids.
-        target: the steps; its mask is 1 at the last token of each.
-        labels: of each step, 1 for a good one and 0 for a bad one; soft labels lie between.
-        own: values of the user's own fields.
+    `labels` has 1 for a good step and 0 for a bad one; soft labels lie between.
     """
 
     prompt: tuple[int, ...]
@@ -35,17 +31,9 @@ def parse_solution(
 ) -> Solution:
     """Read {"prompt": text or messages, "completions": a text for each step, "labels": one for each step}.
 
-    A step's tokens are those of its text, then the separator's, as in TRL. A label is true or 1, or false, 0 or -1.
-
-    Args:
-        row: the record.
-        form: of its source.
-        separator: ids behind each step.
-        soft: labels are probabilities.
-        last_only: learn the last step's label alone.
-
-    Raises:
-        ValueError: as `parse_prompt`; no steps, a step that is no text, or a step without a valid label.
+    A step's tokens are those of its text, then the separator's, as in TRL. A label is true or 1, or false, 0 or -1; a
+    probability if `soft`. If `last_only`, only the last step's label is learned. ValueErrors of `parse_prompt`, or for
+    no steps, a step that is no text, or one without a valid label.
     """
     fields, _ = form.fields(row, "solutions")
     steps, labels = (field_of(fields, key, row) for key in ("completions", "labels"))
@@ -55,18 +43,18 @@ def parse_solution(
         raise ValueError(
             f"'labels' = {brief(labels)} is not valid; a list of {len(steps)} is needed, one for each step"
         )
-    asked = conversation(fields, form.system, row)
+    prompt_messages = conversation(fields, form.system, row)
     tokens, mask = list[int](), list[int]()
     for step in steps:
         ids = [*form.tokenizer.encode(step), *separator]
         tokens += ids
         mask += [*[0] * (len(ids) - 1), 1]
     values = tuple(_label(label, f"labels[{number}]", soft) for number, label in enumerate(labels))
-    own = answer_values(row, form.own, Target(tuple(tokens), tuple(mask)), "steps")
+    field_values = answer_values(row, form.own, Target(tuple(tokens), tuple(mask)), "steps")
     if last_only:
         mask, values = [*[0] * (len(tokens) - 1), 1], values[-1:]
-    prompt = tuple(form.tokenizer.render(asked, tools_of(fields)))
-    return Solution(prompt, Target(tuple(tokens), tuple(mask)), values, own)
+    prompt = tuple(form.tokenizer.render(prompt_messages, tools_of(fields)))
+    return Solution(prompt, Target(tuple(tokens), tuple(mask)), values, field_values)
 
 
 def _label(label: object, name: str, soft: bool) -> float:

@@ -71,9 +71,8 @@ class Engine:
 def start_world(config: TrainConfig) -> None:
     """Join torchrun's world, or make a world of one; see `job_backend`.
 
-    Raises:
-        ValueError: before any communication: a world of the wrong size, an unusable machine, a layout that gloo cannot run.
-            On all ranks: different configs or tokenizers.
+    Before any communication, ValueError for a world of the wrong size, an unusable machine, or a layout that gloo
+    cannot run. On all ranks, ValueError for different configs or tokenizers.
     """
     inside, sizes = dist.is_initialized(), config.parallel
     data_parallel_size(sizes, dist.get_world_size() if inside else int(os.environ.get("WORLD_SIZE", "1")))
@@ -98,7 +97,7 @@ def end_world() -> None:
 
 
 def _check_gloo(sizes: ParallelConfig) -> None:
-    """Refuse a layout that would fail over gloo in its first step."""
+    """Raise ValueError for a layout that would fail over gloo in its first step."""
     shared = sizes.tensor if sizes.expert_tensor is None else sizes.expert_tensor
     if sizes.expert > 1 and shared > 1:
         raise ValueError(
@@ -146,13 +145,13 @@ def build_engine(config: TrainConfig, tokenizer: Vocabulary, max_length: int) ->
 def build_frozen(config: TrainConfig, vocabulary: Vocabulary) -> GPTModel:
     """Build a model that never trains, for a checkpoint's weights."""
     start_groups(config.parallel, config.run.seed, config.run.timeout)
-    model = _build(config, vocabulary.size, config.model.max_positions, config.scalar_head, draw=False)
+    model = _build(config, vocabulary.size, config.model.max_positions, config.scalar_head, initialise=False)
     return model.requires_grad_(False)
 
 
 def freeze_copy(engine: Engine) -> torch.nn.Module:
-    """Copy the present weights to a second model that never trains: the reference policy."""
-    copy = _build(engine.config, engine.vocab_size, engine.max_length, engine.config.scalar_head, draw=False)
+    """Copy the current weights to a second model that never trains: the reference policy."""
+    copy = _build(engine.config, engine.vocab_size, engine.max_length, engine.config.scalar_head, initialise=False)
     with torch.no_grad():
         for target, source in zip(copy.parameters(), engine.bare.parameters(), strict=True):
             target.copy_(source)
@@ -178,8 +177,8 @@ def load_frozen(engine: Engine, folder: str) -> torch.nn.Module:
 
 
 def build_critic(engine: Engine) -> Engine:
-    """Build a critic: a scalar head on a copy of the policy's present trunk."""
-    critic = _build(engine.config, engine.vocab_size, engine.max_length, scalar_head=True, draw=False)
+    """Build a critic: a scalar head on a copy of the policy's current trunk."""
+    critic = _build(engine.config, engine.vocab_size, engine.max_length, scalar_head=True, initialise=False)
     copy_trunk(engine.bare, critic)
     return replace(engine, model=_wrap(engine.config, critic))
 
@@ -229,7 +228,9 @@ def _wrap(config: TrainConfig, model: GPTModel) -> DistributedDataParallel:
     return wrap_model(model, ddp=settings)
 
 
-def _build(config: TrainConfig, vocab_size: int, max_length: int, scalar_head: bool, draw: bool = True) -> GPTModel:
+def _build(
+    config: TrainConfig, vocab_size: int, max_length: int, scalar_head: bool, initialise: bool = True
+) -> GPTModel:
     model = config.model
     settings = build_config(
         num_layers=model.layers,
@@ -260,7 +261,7 @@ def _build(config: TrainConfig, vocab_size: int, max_length: int, scalar_head: b
         vocab_multiple=model.vocab_multiple,
         scalar_head=scalar_head,
         seed=config.run.seed,
-        draw_weights=draw and model.hf is None,
+        draw_weights=initialise and model.hf is None,
         prefix_trees=config.batch.share_prefixes,
     )
     if model.hf is not None:

@@ -49,14 +49,9 @@ def learning_rate(config: OptimizerConfig, done: int, total: int) -> float:
 
 @dataclass(frozen=True)
 class Learner:
-    """A model, its loss and its optimizer in one phase of a run.
+    """A model, its loss and its optimizer in one phase, with its learning rate over `updates` steps.
 
-    Attributes:
-        loss_fn: of the phase, perhaps stateful.
-        config: optimizer and learning rate.
-        updates: optimizer steps of the phase, over which the rate is scheduled.
-        skips: skipped optimizer steps, see `OptimizerConfig.on_nonfinite`.
-        dump: of one optimizer step, if requested.
+    `skips` counts skipped optimizer steps, see `OptimizerConfig.on_nonfinite`.
     """
 
     engine: Engine
@@ -81,11 +76,7 @@ class Learner:
     ) -> tuple[SamplesT, list[int]]:
         """Rebalance rows if `batch.tokens` is set (see `balance`); return them, and the number in each part.
 
-        Args:
-            rows: equal parts, one per optimizer step.
-            parts: number of parts.
-            together: adjacent rows that stay on one rank and in one micro-batch.
-            beside: this rank's extra rows in each part.
+        `beside` has this rank's further rows in each part.
         """
         if self.capacity is None:
             return rows, [len(rows) // parts] * parts
@@ -201,8 +192,8 @@ class Learner:
         count = scores[0].shape[0] if scores and scores[0].dim() == 3 else 1
         out = torch.zeros(count, *rows.input_ids.shape, dtype=self.engine.float_dtype)
         for batch, part in zip(batches, scores, strict=True):
-            for each, x in zip(out, part.view(count, *part.shape[-2:]), strict=True):
-                each[batch.indices] = fit(x, out.shape[2]).cpu()
+            for scored_rows, x in zip(out, part.view(count, *part.shape[-2:]), strict=True):
+                scored_rows[batch.indices] = fit(x, out.shape[2]).cpu()
         return out
 
 
@@ -227,8 +218,8 @@ def combine_updates(results: Sequence[StepResult]) -> StepMetrics:
     for name in applied[0].metrics if applied else ():
         of_updates = [result.metrics[name] for result in applied]
         extremum = next((pick for suffix, pick in extrema.items() if name.endswith(suffix)), None)
-        whole = 1 if name.startswith(("tokens_", "groups_")) else len(of_updates)
-        combined[name] = sum(of_updates) / whole if extremum is None else extremum(of_updates)
+        divisor = 1 if name.startswith(("tokens_", "groups_")) else len(of_updates)
+        combined[name] = sum(of_updates) / divisor if extremum is None else extremum(of_updates)
     if "tokens_trained" in combined:
         combined["shared"] = 1 - combined["tokens_computed"] / combined["tokens_trained"]
     if applied:

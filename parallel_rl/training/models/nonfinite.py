@@ -26,18 +26,18 @@ class Skips:
     in_a_row: int = 0
 
     def judge(self, norm: float, config: OptimizerConfig, where: str) -> None:
-        """Count one more; ValueError if the config allows none, or this is one too many."""
+        """Count one more; ValueError if the config allows none, or the count is above `max_skips`."""
         text = f"the gradient norm is {norm:g}{where}"
         if config.on_nonfinite == "error":
             raise ValueError(
-                f"{text}. The last good checkpoint stands, see metrics.jsonl; optimizer.on_nonfinite = 'skip' leaves such a "
+                f"{text}. The last good checkpoint is kept, see metrics.jsonl; optimizer.on_nonfinite = 'skip' leaves such a "
                 "step out"
             )
         self.total, self.in_a_row = self.total + 1, self.in_a_row + 1
         if self.in_a_row > config.max_skips:
             raise ValueError(
-                f"{text}. {self.in_a_row} steps in a row were such, and optimizer.max_skips = {config.max_skips}. The last "
-                "good checkpoint stands, see metrics.jsonl"
+                f"{text}. {self.in_a_row} steps in a row had such a norm, and optimizer.max_skips = {config.max_skips}. The "
+                "last good checkpoint is kept, see metrics.jsonl"
             )
 
 
@@ -46,7 +46,7 @@ def where_nonfinite(engine: Engine, loss_fn: LossFn, batches: Sequence[MicroBatc
     if loss_fn.requirements.reads == "scalar":
         name, scores = "values", values(engine, batches)
     else:
-        name, scores = "log-probs", [one[0] for one in token_scores_of(engine, engine.model, batches, 1.0)]
+        name, scores = "log-probs", [scored[0] for scored in token_scores_of(engine, engine.model, batches, 1.0)]
 
     def find() -> list[str]:
         mine = []

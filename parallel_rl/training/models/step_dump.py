@@ -17,13 +17,7 @@ from parallel_rl.training.config.train import TrainConfig
 
 @dataclass(frozen=True)
 class StepDump:
-    """Optimizer step to dump, and its destination.
-
-    Attributes:
-        number: of the step, from 1.
-        text_of_token: decodes one token id.
-        pipeline: stages of the run's pipeline.
-    """
+    """Optimizer step to dump, by its `number` from 1, and its destination."""
 
     number: int
     folder: Path

@@ -28,13 +28,9 @@ from parallel_rl.training.tokenizer.protocol import Tokenizer
 def check_run(config: TrainConfig, world_size: int) -> str:
     """Check a run on `world_size` ranks within seconds; the run itself checks the rest of its data.
 
-    Returns:
-        the layout and the folder, as in "TP 2 × CP 2 × PP 1 × DP 8, float32, writes to runs/grpo"; more lines if no step
-        is left or if records were not parsed.
-
-    Raises:
-        ValueError: the world does not match the layout, the reward is missing, the folder is not writable, data files are
-            missing or begin with a bad record, or checkpoints do not fit.
+    Returns the layout and the folder, as in "TP 2 × CP 2 × PP 1 × DP 8, float32, writes to runs/grpo"; more lines if no
+    step is left or if records were not parsed. ValueError if the world does not match the layout, the reward is
+    missing, the folder is not writable, data files are missing or begin with a bad record, or checkpoints do not fit.
     """
     check_layout(config, world_size)
     if config.rl is not None and config.data.rollouts is None:
@@ -43,16 +39,16 @@ def check_run(config: TrainConfig, world_size: int) -> str:
         reward_function(reward)
     check_writable(Path(config.run.dir))
     lines = []
-    if _is_left_to_ranks(config.data.map):  # what it makes of the records is not known here
+    if _is_left_to_ranks(config.data.map):  # the mapped records are not known here
         find_data(replace(config.data, map=None))
     else:
         files = find_data(config.data)
         if unknown := _unknown_sources(config, files):
             named = ", ".join(f"data.{name}" for name in unknown)
             lines.append(
-                f"not looked at: the records of {named}, whose fields the loss declares when the ranks import it"
+                f"not checked: the records of {named}, whose fields the loss declares when the ranks import it"
             )
-        files = {name: found for name, found in files.items() if name not in unknown}
+        files = {name: group for name, group in files.items() if name not in unknown}
         if files or config.tokenizer.alphabet != AUTO:
             config = settle_alphabet(config, files)
             tokenizer = config.tokenizer.build()

@@ -43,7 +43,7 @@ def choices(config: TrainConfig) -> Iterator[Choice]:
     head = "hidden states, logits never whole" if config.model.fused_head else "whole logits (model.fused_head = false)"
     yield Choice("losses read", head)
     backend = dist.get_backend() if dist.is_initialized() else job_backend()
-    why = "" if backend == "nccl" else ": PARALLEL_RL_BACKEND asks for it" if cuda else ": there is no GPU"
+    why = "" if backend == "nccl" else ": PARALLEL_RL_BACKEND sets it" if cuda else ": there is no GPU"
     yield Choice("process groups", backend + why)
     yield Choice("optimizer", f"Megatron's, with Adam of {_adam(dtype)}")
 

@@ -38,7 +38,7 @@ class Reading:
 class Progress:
     """Counters after `step` steps of a phase.
 
-    Tokens include all that may be sampled behind a prompt. `filled` is the mean fraction of micro-batches that tokens fill,
+    Tokens include all that may be sampled after a prompt. `filled` is the mean fraction of micro-batches that tokens fill,
     `memory` the resident bytes, `trees` the counts of their rows if prefixes are shared.
     """
 
@@ -66,13 +66,8 @@ def dry_run(
 ) -> Iterator[Progress]:
     """Check the data as a run does, then read each step's records; yield progress at 1, 10, ..., last.
 
-    Args:
-        config: the run; its data parallel size is `parallel.data`, or 1.
-        steps: of each phase, instead of the config's.
-        say: gets a line for each source, when all are checked.
-
-    Raises:
-        ValueError: `train` would refuse the config or the data, or a record is wrong.
+    The data parallel size is `parallel.data`, or 1. `steps` of each phase replace the config's. `say` gets a line for
+    each source, when all are checked. ValueError if `train` would refuse the config or the data, or a record is wrong.
     """
     sizes = config.parallel
     ranks = sizes.data or 1
@@ -129,27 +124,25 @@ def read_steps(config: TrainConfig, data: Datasets, reading: Reading, steps: int
 
 
 def _rows(config: TrainConfig, reading: Reading) -> int:
-    """Return the number of sequences made from a record."""
     if config.preference is not None and reading.name == config.preference.source:
         return config.preference.rows
     return config.rl.group_size if config.rl is not None and reading.name == "train" else 1
 
 
 def _lengths(config: TrainConfig, batch: Sequence[Record], index: int, rows: int) -> list[int]:
-    """Return the lengths of the sequences made from a step's record."""
     record = batch[index]
-    found = lengths_of(record, config.sampling.max_new_tokens)
+    lengths = lengths_of(record, config.sampling.max_new_tokens)
     if not isinstance(record, Pair):
-        return found * rows  # an answer's mismatched row is as long on average
+        return lengths * rows  # an answer's mismatched row is as long on average
     if rows == 3:  # the mismatched one
         following = batch[(index + 1) % len(batch)]
         assert isinstance(following, Pair)
-        found.append(len(record.prompt) + len(following.chosen.tokens))
-    return found
+        lengths.append(len(record.prompt) + len(following.chosen.tokens))
+    return lengths
 
 
 def _room(config: TrainConfig, lengths: Sequence[int], together: int, ranks: int) -> int:
-    """Return the tokens that the micro-batches of a step hold at most."""
+    """Return the most tokens that the micro-batches of a step hold."""
     capacity = Capacity.of_config(config.batch, config.parallel)
     if capacity is not None:
         units = [sum(lengths[first : first + together]) for first in range(0, len(lengths), together)]

@@ -24,19 +24,16 @@ from parallel_rl.training.models.engine import start_groups, start_world
 from parallel_rl.training.preflight.choices import run_facts
 from parallel_rl.training.preflight.own_losses import check_losses
 
-_GRACE = 2.0  # seconds in which rank 0 tells the others, and each says where it hangs before one ends
-_MESSAGE = 1 << 16  # numbers that neighbours exchange: as many as take the way of activations
+_GRACE = 2.0  # seconds for rank 0 to notify the others, and for each to report where it hangs before one exits
+_MESSAGE = 1 << 16  # numbers that neighbours exchange: enough to take the same path as activations
 
 
 def pass_gate(config: TrainConfig, seconds: float) -> None:
     """Check that all ranks are up, form the layout's groups, and check the run's losses on them.
 
-    The run keeps the groups. `seconds` after the last rank came up, an unfinished check ends this process with status 1 and
-    names the ranks and hosts that are behind.
-
-    Raises:
-        ValueError: ranks or the rendezvous are missing, or the world does not match the layout.
-        RuntimeError: see `check_groups` and `check_losses`.
+    The run keeps the groups. `seconds` after the last rank came up, an unfinished check ends this process with status 1
+    and names the ranks and hosts that are behind. ValueError if ranks or the rendezvous are missing, or the world does
+    not match the layout; RuntimeErrors of `check_groups` and `check_losses`.
     """
     began = time.monotonic()
     if (world := int(os.environ.get("WORLD_SIZE", "1"))) > 1:
@@ -61,8 +58,8 @@ def pass_gate(config: TrainConfig, seconds: float) -> None:
 def check_in(seconds: float) -> dist.Store:
     """Wait for every rank of torchrun's world, before any process group; return their store.
 
-    Raises:
-        ValueError: on all ranks: some are missing and none came in the last `seconds`; names them, and under Slurm their hosts.
+    ValueError on all ranks if some are missing and none came in the last `seconds`; names them, and under Slurm their
+    hosts.
     """
     world = int(os.environ["WORLD_SIZE"])
     try:
@@ -106,7 +103,7 @@ def check_groups(config: ParallelConfig, seed: int = 0, timeout: float = 1800.0)
             raise RuntimeError(broken)
         for name, size in wanted.items():
             if float(sums[name]) != size:
-                raise RuntimeError(f"the {name} group has {float(sums[name]):g} ranks in place of {size}")
+                raise RuntimeError(f"the {name} group has {float(sums[name]):g} ranks instead of {size}")
 
     raise_on_all_ranks(verdict, what="the gate before the run")
     tick("checking the run's losses")
@@ -158,7 +155,7 @@ def _exchange(pipeline: dist.ProcessGroup, device: torch.device) -> str:
             for work in dist.batch_isend_irecv(ways):
                 work.wait()
             if not bool((received == peer).all()):
-                wrong.append(f"rank {rank} did not get from its pipeline neighbour rank {peer} what that sent")
+                wrong.append(f"rank {rank} received wrong numbers from its pipeline neighbour rank {peer}")
         except RuntimeError as error:
             wrong.append(f"rank {rank} cannot exchange with its pipeline neighbour rank {peer}: {describe(error)}")
     return "; ".join(wrong)

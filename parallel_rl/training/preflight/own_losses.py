@@ -33,11 +33,11 @@ def own_loss(config: TrainConfig) -> Given:
 def own_losses(config: TrainConfig) -> list[Given]:
     """Return the losses of all phases, the main one first, and the critic's, on the kit's vocabulary."""
     main, *others = reversed(phases(config))
-    found = [_built(main.loss, config.sampling if config.rl is not None else None)]
-    found += [_built(phase.loss) for phase in others]
+    losses = [_built(main.loss, config.sampling if config.rl is not None else None)]
+    losses += [_built(phase.loss) for phase in others]
     if config.rl is not None and config.rl.critic is not None:
-        found.append(_built(config.rl.critic.loss))
-    return found
+        losses.append(_built(config.rl.critic.loss))
+    return losses
 
 
 def _built(chosen: LossConfig, sampling: SamplingConfig | None = None) -> Given:
@@ -51,13 +51,11 @@ def _built(chosen: LossConfig, sampling: SamplingConfig | None = None) -> Given:
 
 
 def check_losses(config: TrainConfig) -> list[str]:
-    """Compare the run's losses with one process, on Megatron's present groups; return their names.
+    """Compare the run's losses with one process, on Megatron's current groups; return their names.
 
     Compares loss, gradient and metrics on rows of the run's kind (padded, packed, prefix trees), in one and in three
-    micro-batches, from logits and, with `model.fused_head`, from hidden states.
-
-    Raises:
-        RuntimeError: on all ranks: a loss breaks the law; has the diagnosis.
+    micro-batches, from logits and, with `model.fused_head`, from hidden states. RuntimeError on all ranks if a loss
+    breaks the law, with the diagnosis.
     """
     sizes, groups = config.parallel, ParallelGroups.from_megatron()
     data = data_parallel_size(sizes, dist.get_world_size())
@@ -89,7 +87,7 @@ def _check_fused(subject: Given, layouts: Sequence[Layout], rank: Rank, stages: 
         mine = parallel_state.get_pipeline_model_parallel_rank()
         stages_of = [mine] * dist.get_world_size()
         dist.all_gather_object(stages_of, mine)
-        of_stage = [(one, weight.cpu() / stages) for one, at in zip(outcomes, stages_of, strict=True) if at == 0]
+        of_stage = [(result, weight.cpu() / stages) for result, at in zip(outcomes, stages_of, strict=True) if at == 0]
         wrong = hidden_states.faults(batch, trial.want, {layout.name: of_stage}, _TOLERANCE)
         if wrong:
             raise RuntimeError(

@@ -31,13 +31,9 @@ _KEYS = {
 
 
 def planned(path: str, given: Mapping[str, object] | None = None) -> Source:
-    """Read the sizes and the layout of a run's config.
+    """Read the sizes and the layout of a run's config; `given` are fields that override the layout's.
 
-    Args:
-        given: fields of the layout that override the config's.
-
-    Raises:
-        ValueError: the config is not valid, or has a feature that the plan does not count.
+    ValueError if the config is not valid, or has a feature that the plan does not count.
     """
     over = [f"--{_KEYS[name]}={str(value).removeprefix('torch.').lower()}" for name, value in (given or {}).items()]
     config = load_config(path, over)
@@ -79,7 +75,7 @@ def model_shape(config: TrainConfig) -> ModelShape:
     """Return the sizes of a run's policy, with the vocabulary padded as by the trainer."""
     model, unit = config.model, config.model.vocab_multiple * config.parallel.tensor
     tokens = settle_alphabet(config, find_data(config.data)).tokenizer.build().vocabulary
-    words = model.vocabulary(tokens).size
+    vocabulary_size = model.vocabulary(tokens).size
     return ModelShape(
         layers=model.layers,
         hidden=model.hidden,
@@ -87,7 +83,7 @@ def model_shape(config: TrainConfig) -> ModelShape:
         groups=model.query_groups or model.heads,
         head_dim=model.head_dim or model.hidden // model.heads,
         ffn=model.ffn_hidden or default_ffn_hidden_size(model.hidden, model.gated),
-        vocab=-(-words // unit) * unit,
+        vocab=-(-vocabulary_size // unit) * unit,
         gated=model.gated,
         tied=model.tie_embeddings,
         qkv_bias=model.qkv_bias,

@@ -61,8 +61,8 @@ def _existing(folder: Path) -> Path:
     there = folder.absolute()
     try:
         while not there.exists() and there != there.parent:
-            if there.is_symlink():  # of a name that is not there, or of itself
-                raise ValueError(f"run.dir = {str(folder)!r} cannot be made: {there} is a link to nothing")
+            if there.is_symlink():  # to a missing name, or to itself
+                raise ValueError(f"run.dir = {str(folder)!r} cannot be made: {there} is a link to a missing path")
             there = there.parent
     except OSError as error:  # a name that is too long
         raise ValueError(f"run.dir = {str(folder)!r} cannot be made: {error.strerror}") from None

@@ -33,22 +33,18 @@ def check_layout(config: TrainConfig, world_size: int) -> None:
 
 
 def check_vocabulary(config: TrainConfig, tokenizer: Vocabulary) -> Vocabulary:
-    """Return the model's token ids, after checking the tokenizer, sampling and the teacher against them.
-
-    Raises:
-        ValueError: the model has too few, sampling would keep more than all, or the teacher has a different number.
-    """
+    """Return the model's token ids; ValueError if the tokenizer, sampling or the teacher do not fit."""
     vocabulary = config.model.vocabulary(tokenizer)
     try:
         config.sampling.truncation.check(vocabulary.size)
     except ValueError as error:
         raise ValueError(f"sampling: {error}") from None
     if config.teacher is not None and is_hf(config.teacher):
-        words = read_hf(config.teacher).architecture.vocab
-        if words != vocabulary.size:
+        size = read_hf(config.teacher).architecture.vocab
+        if size != vocabulary.size:
             raise ValueError(
-                f"the teacher {config.teacher} has {words} words, padding of its config.json included, and the policy has "
-                f"{vocabulary.size}; distillation goes word by word: cut or pad embed_tokens and lm_head of one to the other"
+                f"the teacher {config.teacher} has {size} vocabulary entries, padding included, and the policy has "
+                f"{vocabulary.size}; cut or pad embed_tokens and lm_head of one: distillation needs equal vocabularies"
             )
     return vocabulary
 

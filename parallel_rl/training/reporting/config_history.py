@@ -21,15 +21,14 @@ _ABSENT = object()
 def write_config(folder: Path, config: Mapping[str, object], *, starts_over: bool = False) -> list[str]:
     """Write config.yaml; keep a different older one as config.<number>.yaml, and list the changes.
 
+    An OSError leaves config.yaml as it was.
+
     >>> import tempfile
     >>> folder = Path(tempfile.mkdtemp())
     >>> write_config(folder, {"rl": {"optimizer": {"lr": 0.1}}})
     []
     >>> write_config(folder, {"rl": {"optimizer": {"lr": 0.2}}})
     ['the config has changed; the old one is kept as config.1.yaml', '  rl.optimizer.lr: 0.1 -> 0.2']
-
-    Raises:
-        OSError: one could not be written; config.yaml is as it was.
     """
     path, text = folder / "config.yaml", yaml.safe_dump(dict(config), sort_keys=False)
     lines: list[str] = []

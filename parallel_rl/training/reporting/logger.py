@@ -26,12 +26,9 @@ class Logger(Protocol):
 
 @dataclass(frozen=True)
 class RunInfo:
-    """Facts for a new logger.
+    """Facts for a new logger; the config has plain values.
 
-    Attributes:
-        folder: of the run.
-        config: the whole config, as plain values.
-        done: steps per phase of the checkpoint that the run resumes from; None for a new run.
+    `done` has the steps per phase of the checkpoint that the run resumes from; None for a new run.
     """
 
     folder: Path

@@ -32,7 +32,7 @@ _COLUMNS: tuple[tuple[str, str, str], ...] = (
     ("grad norm", "grad_norm", ".4f"),
     ("tokens/s", "tokens_per_second", ".0f"),
 )
-_LEAST_TELLING = ("clip low", "clip high", "entropy", "tokens/s", "grad norm", "KL", "accuracy", "held-out")
+_LEAST_INFORMATIVE = ("clip low", "clip high", "entropy", "tokens/s", "grad norm", "KL", "accuracy", "held-out")
 _SHOWN = {
     "rl": ("reward", "held-out", "loss", "KL", "entropy", "clip low", "clip high", "grad norm", "tokens/s"),
     "preference": ("held-out", "accuracy", "loss", "grad norm", "tokens/s"),
@@ -57,12 +57,9 @@ class RunLog:
         config: Mapping[str, object] | None = None,
         loggers: Sequence[str] | None = None,
     ) -> None:
-        """Open the record of a run.
+        """Open the log of a run; `loggers` are registered names, None is TensorBoard, if installed.
 
-        Args:
-            after: steps per phase of the checkpoint to resume from (later rows are dropped); None is a new run.
-            config: as plain values, for the loggers.
-            loggers: registered names; None is TensorBoard, if installed.
+        `after` has the steps per phase of the checkpoint to resume from (later rows are dropped); None is a new run.
         """
         self.active = active
         self.objective = objective
@@ -75,10 +72,9 @@ class RunLog:
         self.path = folder / "metrics.jsonl"
         kept, self._found = ([], "") if after is None else _kept(self.path, after)
         write_whole(self.path, "".join(json.dumps(row) + "\n" for row in kept))
-        self._file = self.path.open(
-            "ab", buffering=0
-        )  # a buffer would keep what a full disk refused, and write it later
-        # not rich's own guess: a notebook sets FORCE_COLOR, and its cells show every frame of a bar
+        # a buffer would keep what a full disk refused, and write it later
+        self._file = self.path.open("ab", buffering=0)
+        # rich's guess fails in a notebook, which sets FORCE_COLOR and shows every frame of a bar
         terminal = sys.stdout.isatty()
         self.console = Console(highlight=False, force_terminal=terminal, width=None if terminal else 160)
         self._loggers = Loggers(loggers, RunInfo(folder, config or {}, after), self.say)
@@ -114,7 +110,6 @@ class RunLog:
             os.fsync(self._file.fileno())
 
     def say(self, text: str) -> None:
-        """Print a line."""
         if self.active:
             self.console.print(text, markup=False, soft_wrap=True)
 
@@ -135,19 +130,17 @@ class RunLog:
             self._bar.add_task(name, total=steps, completed=done)
 
     def step(self, phase: str, step: int, row: Row) -> None:
-        """Write one step's row, whole or not at all.
+        """Write one step's row, whole or not at all: an OSError leaves no part of it.
 
-        Raises:
-            OSError: it could not be written.
-            RuntimeError: a later start of the run owns metrics.jsonl.
+        RuntimeError if a later start of the run owns metrics.jsonl.
         """
         if not self.active:
             return
         # Slurm may start a job elsewhere while a lost node still runs
         if not os.path.samestat(os.fstat(self._file.fileno()), os.stat(self.path)):
             raise RuntimeError(f"another start of this run has taken over {self.path}; this one ends")
-        whole = {"phase": phase, "step": step, **row}
-        _append(self._file, (json.dumps(whole) + "\n").encode())
+        full_row = {"phase": phase, "step": step, **row}
+        _append(self._file, (json.dumps(full_row) + "\n").encode())
         self._loggers.log(phase, step, row)
         self._print(phase, step, row)
         if self._bar is not None:
@@ -188,12 +181,12 @@ class RunLog:
 
 def _fitting(columns: Sequence[tuple[str, str, str]], width: int) -> list[tuple[str, str, str]]:
     """Choose the columns that fit `width` characters; the least informative are left out."""
-    left = list(columns)
-    for title in _LEAST_TELLING:
-        if len(left) * 11 <= width:
+    fitting = list(columns)
+    for title in _LEAST_INFORMATIVE:
+        if len(fitting) * 11 <= width:
             break
-        left = [column for column in left if column[0] != title]
-    return left
+        fitting = [column for column in fitting if column[0] != title]
+    return fitting
 
 
 def write_whole(path: Path, text: str) -> None:
@@ -212,10 +205,10 @@ def write_whole(path: Path, text: str) -> None:
 
 
 def _append(file: FileIO, line: bytes) -> None:
-    before, left = os.fstat(file.fileno()).st_size, memoryview(line)
+    before, rest = os.fstat(file.fileno()).st_size, memoryview(line)
     try:
-        while left:
-            left = left[file.write(left) :]
+        while rest:
+            rest = rest[file.write(rest) :]
     except OSError:
         file.truncate(before)
         raise
@@ -227,11 +220,11 @@ def read_metrics(path: Path) -> list[dict[str, float | int | str]]:
 
 
 def _read(path: Path) -> tuple[list[dict[str, float | int | str]], bool]:
-    """Read the rows, and whether the last line was cut off by a kill or, with zeros behind, a power cut."""
+    """Read the rows, and whether a kill, or a power cut with trailing zeros, truncated the last line."""
     text = path.read_bytes() if path.is_file() else b""
-    whole = text.rstrip(b"\0\n")
-    zeros = b"\0" in text[len(whole) :]
-    *lines, rest = (whole + b"\n" if text[len(whole) :].startswith(b"\n") else whole).split(b"\n")
+    content = text.rstrip(b"\0\n")
+    zeros = b"\0" in text[len(content) :]
+    *lines, rest = (content + b"\n" if text[len(content) :].startswith(b"\n") else content).split(b"\n")
     rows: list[dict[str, float | int | str]] = []
     for number, line in enumerate([*lines, rest] if rest else lines, start=1):
         try:
@@ -258,9 +251,9 @@ def _kept(path: Path, after: Mapping[str, int]) -> tuple[list[dict[str, float | 
     missing = [
         (phase, step) for phase, last in after.items() for step in range(1, last + 1) if (phase, step) not in kept
     ]
-    words = ["the last line was cut off"] if cut_off else []
+    remarks = ["the last line was cut off"] if cut_off else []
     for what, keys in (("dropped, as they come after the checkpoint", dropped), ("missing", missing)):
         for phase in dict.fromkeys(phase for phase, _ in keys):
             steps = ranges([step for name, step in keys if name == phase])
-            words.append(f"the rows of {phase} step {steps} are {what}")
-    return list(kept.values()), "; ".join(words)
+            remarks.append(f"the rows of {phase} step {steps} are {what}")
+    return list(kept.values()), "; ".join(remarks)

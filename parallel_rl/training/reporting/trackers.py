@@ -1,4 +1,4 @@
-"""The loggers of a run, such as TensorBoard and Weights & Biases: one that fails costs a warning, never the run."""
+"""Loggers of a run, such as TensorBoard and Weights & Biases: a failing one costs a warning, never the run."""
 
 from __future__ import annotations
 
@@ -175,11 +175,7 @@ def _flat(tree: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, o
 
 
 def check_loggers(names: Sequence[str]) -> None:
-    """Refuse loggers that could not be made.
-
-    Raises:
-        ValueError: an unknown name (with the nearest), a duplicate, or a package that is not installed.
-    """
+    """Raise ValueError for a logger that is unknown, named twice, or whose package is not installed."""
     known = registered()
     for place, name in enumerate(names):
         if name not in known and not is_left("logger", name):
@@ -197,7 +193,6 @@ class Loggers:
     """Loggers of a run. A logger's failure is reported once; it keeps receiving rows."""
 
     def __init__(self, names: Sequence[str] | None, info: RunInfo, warn: Callable[[str], None]) -> None:
-        """Make the loggers of these names; None is TensorBoard, if installed."""
         self._warn, self._warned, self._made = warn, set[str](), dict[str, Logger]()
         if names is None:
             names = NAMES[:1] if find_spec(NAMES[0]) else ()

@@ -20,10 +20,8 @@ _NAME = re.compile(r"version_\d{6,}_\d+")
 def write_policy(engine: Engine, version: int) -> Path:
     """Write the weights to a new folder of run.dir/policy, on every rank; keep the newest two.
 
-    Every path is new, even after a restart, since engines may cache by path. Folders are published whole.
-
-    Raises:
-        RuntimeError, ValueError: on every rank: the folder cannot be written, or the model has no Hugging Face family.
+    Every path is new, even after a restart, since engines may cache by path. Folders are published whole. RuntimeError
+    or ValueError on every rank if the folder cannot be written, or the model has no Hugging Face family.
     """
     tick("writing the policy")
     parent = Path(engine.config.run.dir).absolute() / "policy"

@@ -30,7 +30,7 @@ _RESTARTS = 3  # of servers, during one draw
 
 
 @dataclass(frozen=True)
-class _Asked:
+class _Request:
     """A request for one sample: its prompt, the server's policy, and whether the server kept that policy."""
 
     prompt: int
@@ -51,12 +51,10 @@ class Taken(NamedTuple):
 class RemoteRollouts:
     """This data rank's source of completions.
 
-    A requested sample stays until taken; checkpoints keep it (`state_dict`), so that a resumed run trains on the same samples.
-    With `config.update` the servers receive the trainer's weights. A restarted server is resent the weights; its samples since
-    then are redrawn.
-
-    Attributes:
-        compared: the servers' log-probs were compared with the policy's in this process.
+    A requested sample stays until taken; checkpoints keep it (`state_dict`), so that a resumed run trains on the same
+    samples. With `config.update` the servers receive the trainer's weights. A restarted server is resent the weights;
+    its samples since then are redrawn. `compared`: the servers' log-probs were compared with the policy's in this
+    process.
     """
 
     def __init__(self, engine: Engine, config: ServerConfig) -> None:
@@ -76,7 +74,7 @@ class RemoteRollouts:
         self._server = CompletionServer(config, self._sampling)
         self._weights = None if config.update is None else ServerWeights(config, config.update)
         self.compared = False
-        self._asked: dict[int, _Asked] = {}
+        self._requests: dict[int, _Request] = {}
         self._ended = False  # a server failed, or a stop was requested while one is away
         self._version = 0  # of the last weights sent
         self._folder: Path | None = None  # last sent by this process; servers may have restarted with it
@@ -90,18 +88,18 @@ class RemoteRollouts:
         """Request new prompts' samples without waiting; no collective."""
         if not self._sharing.asks:
             return
-        known = (self._asked.get(sample) for sample in sample_ids)
+        known = (self._requests.get(sample) for sample in sample_ids)
         missing = [
             (sample, prompt)
             for sample, prompt, request in zip(sample_ids, prompts, known, strict=True)
             if request is None or request.prompt != _mark(prompt)
         ]
         new = self._ask([prompt for _, prompt in missing], [sample for sample, _ in missing], self._sampling)
-        self._asked |= {sample: request for (sample, _), request in zip(missing, new, strict=True)}
+        self._requests |= {sample: request for (sample, _), request in zip(missing, new, strict=True)}
 
     def forget(self, wanted: Collection[int]) -> None:
         """Drop requests that are not among `wanted`, after a change of layout."""
-        self._asked = {sample: request for sample, request in self._asked.items() if sample in wanted}
+        self._requests = {sample: request for sample, request in self._requests.items() if sample in wanted}
 
     def take(self, prompts: Sequence[Sequence[int]], sample_ids: Sequence[int]) -> Taken:
         """Take a completion for each of N ≥ 0 prompts, alike on data replicas; every rank calls it.
@@ -109,14 +107,14 @@ class RemoteRollouts:
         ValueError on all ranks if a server failed or used other weights than sent.
         """
 
-        def ask() -> list[_Asked]:
+        def ask() -> list[_Request]:
             self.request(prompts, sample_ids)
-            return [self._asked[sample] for sample in sample_ids]
+            return [self._requests[sample] for sample in sample_ids]
 
         with self._ending():
             drawn = self._draw(prompts, ask)
         for sample in sample_ids:
-            self._asked.pop(sample, None)
+            self._requests.pop(sample, None)
         return drawn
 
     def draw(
@@ -142,7 +140,7 @@ class RemoteRollouts:
         self._version, self._folder = version, folder
 
     def state_dict(self) -> Mapping[str, Tensor]:
-        """Wait for the samples in flight and return them, without failed ones, which are requested again.
+        """Wait for the samples in flight and return those that did not fail; failed ones are requested again.
 
         If a stop was requested while a server is away, open ones are left out, too.
         """
@@ -153,14 +151,14 @@ class RemoteRollouts:
                 self._drop()
         done = [
             (sample, request.prompt, _known(request))
-            for sample, request in sorted(self._asked.items())
+            for sample, request in sorted(self._requests.items())
             if request.future.done() and request.future.exception() is None and request.future.result().fault is None
         ]
-        facts = [[sample, mark, one.version, one.stopped, len(one.tokens)] for sample, mark, one in done]
+        facts = [[sample, mark, drawn.version, drawn.stopped, len(drawn.tokens)] for sample, mark, drawn in done]
         return {
             "facts": torch.tensor(facts, dtype=torch.int64).view(-1, 5),
-            "tokens": torch.tensor([token for *_, one in done for token in one.tokens], dtype=torch.int64),
-            "logprobs": torch.tensor([x for *_, one in done for x in one.logprobs], dtype=torch.float64),
+            "tokens": torch.tensor([token for *_, drawn in done for token in drawn.tokens], dtype=torch.int64),
+            "logprobs": torch.tensor([x for *_, drawn in done for x in drawn.logprobs], dtype=torch.float64),
         }
 
     def load_state_dict(self, parts: Sequence[Mapping[str, Tensor]]) -> None:
@@ -174,37 +172,40 @@ class RemoteRollouts:
                 sample, prompt, version, stopped, _ = row
                 future: Future[Completion] = Future()
                 future.set_result(Completion(tuple(ids.tolist()), tuple(scores.tolist()), bool(stopped), version))
-                self._asked[sample] = _Asked(prompt, version, future, sure=True)
+                self._requests[sample] = _Request(prompt, version, future, sure=True)
 
-    def _ask(self, prompts: Sequence[Sequence[int]], sample_ids: Sequence[int], sampling: Sampling) -> list[_Asked]:
+    def _ask(self, prompts: Sequence[Sequence[int]], sample_ids: Sequence[int], sampling: Sampling) -> list[_Request]:
         futures = self._server.submit(prompts, sample_ids, sampling)
-        return [_Asked(_mark(prompt), self._version, future) for prompt, future in zip(prompts, futures, strict=True)]
+        return [_Request(_mark(prompt), self._version, future) for prompt, future in zip(prompts, futures, strict=True)]
 
-    def _draw(self, prompts: Sequence[Sequence[int]], ask: Callable[[], list[_Asked]]) -> Taken:
+    def _draw(self, prompts: Sequence[Sequence[int]], ask: Callable[[], list[_Request]]) -> Taken:
         """Draw the samples of `ask` on all data replicas; request again if a server lost its weights."""
         for _ in range(_RESTARTS):
             requests = ask() if self._sharing.asks else []
             completions = self._await(requests)
             if not (lost := self._lost()):
                 break
-            self._give_again(lost)
+            self._resend(lost)
         else:
             raise ValueError(
                 f"the completion servers {', '.join(lost)} lost the trainer's weights {_RESTARTS} times while the same samples "
-                f"were drawn: something else than rl.server.update restarts them or gives them weights"
+                "were drawn: something other than rl.server.update restarts them or sends them weights"
             )
         raise_on_all_ranks(lambda: self._check_versions(requests, completions), self._all_groups)
-        local = [[len(one.tokens), one.version, self._place(one)] for one in completions]
+        local = [[len(completion.tokens), completion.version, self._place(completion)] for completion in completions]
         facts = self._sharing.spread(torch.tensor(local, dtype=torch.int64).view(-1, 3), (len(prompts), 3))
         width = int(facts[:, 0].max()) if len(prompts) else 0
         values = torch.zeros(len(completions), 2, width, dtype=torch.float64)  # a token's id is exact in float64
-        for row, one in enumerate(completions):
-            values[row, :, : len(one.tokens)] = torch.tensor([one.tokens, one.logprobs], dtype=torch.float64)
+        for row, completion in enumerate(completions):
+            values[row, :, : len(completion.tokens)] = torch.tensor(
+                [completion.tokens, completion.logprobs], dtype=torch.float64
+            )
         values = self._sharing.spread(values, (len(prompts), 2, width))
         rows = [row[:, :length] for row, length in zip(values, facts[:, 0].tolist(), strict=True)]
         responses, logprobs = [row[0].long().tolist() for row in rows], [row[1].tolist() for row in rows]
         samples = padded_samples(prompts, responses, logprobs=logprobs, dtype=self._engine.float_dtype)
-        return Taken(samples, facts[:, 1], facts[:, 2], next(filter(None, (one.fault for one in completions)), None))
+        fault = next(filter(None, (completion.fault for completion in completions)), None)
+        return Taken(samples, facts[:, 1], facts[:, 2], fault)
 
     @contextmanager
     def _ending(self) -> Iterator[None]:
@@ -216,7 +217,7 @@ class RemoteRollouts:
             self._server.close()
             raise
 
-    def _await(self, requests: Sequence[_Asked]) -> list[Completion]:
+    def _await(self, requests: Sequence[_Request]) -> list[Completion]:
         """Wait for this rank's completions on all ranks; ValueError on every rank if one failed."""
         well = self._sharing.wait([request.future for request in requests])
 
@@ -229,20 +230,20 @@ class RemoteRollouts:
             raise ValueError("the completion server failed another rank")
         return completions
 
-    def _check_versions(self, requests: Sequence[_Asked], completions: Sequence[Completion]) -> None:
+    def _check_versions(self, requests: Sequence[_Request], completions: Sequence[Completion]) -> None:
         """Refuse samples of a version other than the server acknowledged."""
         if self._weights is None:
             return
-        for request, one in zip(requests, completions, strict=True):
-            if one.version != request.version:
+        for request, completion in zip(requests, completions, strict=True):
+            if completion.version != request.version:
                 raise ValueError(
-                    f"completion server {one.url or ', '.join(self.config.urls)}: a sample is of version {one.version}, and "
-                    f"the server had acknowledged the trainer's version {request.version}; is it several servers?"
+                    f"completion server {completion.url or ', '.join(self.config.urls)}: a sample is of version "
+                    f"{completion.version}, and the server had acknowledged the trainer's version {request.version}; name "
+                    "each server by its own URL"
                 )
 
-    def _place(self, one: Completion) -> int:
-        """Return the place of a completion's server in `urls`, −1 if unknown."""
-        return self.config.urls.index(one.url) if one.url in self.config.urls else -1
+    def _place(self, completion: Completion) -> int:
+        return self.config.urls.index(completion.url) if completion.url in self.config.urls else -1
 
     @property
     def _all_groups(self) -> list[ProcessGroup | None]:
@@ -250,7 +251,7 @@ class RemoteRollouts:
 
     def _settle(self) -> None:
         """Wait for all requests in flight, and drop samples of lost weights; every rank calls it."""
-        futures = [request.future for request in self._asked.values()]
+        futures = [request.future for request in self._requests.values()]
         self._sharing.wait(futures, tolerant=True, stoppable=not self._ended)
         if (self._ended and self.updated) or self._lost():
             self._drop()
@@ -259,35 +260,35 @@ class RemoteRollouts:
         """List the servers whose weights are not those last sent; if empty, all samples are valid."""
         if self._weights is None or not self.updated or self._ended:
             return []
-        told = self._weights.versions() if dist.get_rank() == 0 else []
-        self._sharing.finish(told)
+        versions = self._weights.versions() if dist.get_rank() == 0 else []
+        self._sharing.finish(versions)
         wanted, urls = str(self._version), self.config.urls
 
         def compare() -> list[str]:
-            return [url for url, version in zip(urls, told, strict=True) if version.result() != wanted]
+            return [url for url, version in zip(urls, versions, strict=True) if version.result() != wanted]
 
         lost = on_first_rank(compare, "the versions of the servers' weights")
         if not lost:
-            self._asked = {
+            self._requests = {
                 sample: replace(request, sure=request.future.done()) if not request.sure else request
-                for sample, request in self._asked.items()
+                for sample, request in self._requests.items()
             }
         return lost
 
-    def _give_again(self, lost: Sequence[str]) -> None:
+    def _resend(self, lost: Sequence[str]) -> None:
         """Resend the last weights and discard samples drawn since."""
         assert self._weights is not None and self._folder is not None
         self._drop()
         first = dist.get_rank() == 0
         if first:
-            print(f"{', '.join(lost)} has lost the weights of version {self._version} and gets them again", flush=True)
+            print(f"{', '.join(lost)} lost the weights of version {self._version}; they are sent again", flush=True)
         self._sharing.finish(self._weights.update(self._folder, self._version, lost) if first else [])
 
     def _drop(self) -> None:
-        self._asked = {sample: request for sample, request in self._asked.items() if request.sure}
+        self._requests = {sample: request for sample, request in self._requests.items() if request.sure}
 
 
-def _known(request: _Asked) -> Completion:
+def _known(request: _Request) -> Completion:
     """Set the completion's policy version: the server's, else that of the weights last sent."""
     completion = request.future.result()
     return completion if completion.version is not None else replace(completion, version=request.version)

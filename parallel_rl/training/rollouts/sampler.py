@@ -30,15 +30,11 @@ def sample(
     *,
     greedy: bool = False,
 ) -> Samples:
-    """Continue each prompt up to one of the end tokens or `max_new_tokens`.
+    """Continue each of N ≥ 0 prompts up to one of the end tokens or `max_new_tokens`.
 
-    The sampling key at position t of sample i is (seed, sample_ids[i], t). Context ranks act as data replicas, without sequence
-    parallelism; ranks that hold the same data get the same samples.
-
-    Args:
-        prompts: N ≥ 0 token lists, the same on every tensor, context and pipeline rank.
-        sample_ids: N integers, unique over the run.
-        greedy: take the most likely token each time.
+    The sampling key at position t of sample i is (seed, sample_ids[i], t), with ids unique over the run. Tensor,
+    context and pipeline ranks have the same prompts and get the same samples. Context ranks act as data replicas,
+    without sequence parallelism. `greedy` takes the most likely token each time.
     """
     count, width = len(prompts), max(map(len, prompts), default=0) + config.max_new_tokens
     tokens = torch.full((count, width), engine.vocabulary.pad)

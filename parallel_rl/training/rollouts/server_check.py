@@ -20,31 +20,30 @@ from parallel_rl.training.tokenizer.protocol import Vocabulary
 _TIMEOUT = 20.0  # seconds for a completion of one token
 
 
-def check_servers(config: TrainConfig, words: Vocabulary) -> None:
-    """Check the servers of `server.update` from the first rank; called by every rank.
+def check_servers(config: TrainConfig, vocabulary: Vocabulary) -> None:
+    """Check the servers of `server.update` from the first rank; every rank calls it.
 
-    Raises:
-        ValueError: on every rank: a server cannot receive weights, serves another model or vocabulary, or returns no log-probs.
-        Unavailable: on every rank: one refuses connections for too long, or a stop was requested.
+    On every rank, ValueError if a server cannot receive weights, serves another model or vocabulary, or returns no
+    log-probs, and Unavailable if one refuses connections for too long or a stop was requested.
     """
     server = config.server
     if server is None or server.update is None:
         return
-    checks = [Workers(1).submit(partial(_check, config, server, words))] if dist.get_rank() == 0 else []
+    checks = [Workers(1).submit(partial(_check, config, server, vocabulary))] if dist.get_rank() == 0 else []
     wait_together(checks, config.run.timeout)
-    on_first_rank(lambda: [done.result() for done in checks], "the completion servers could not be asked")
+    on_first_rank(lambda: [done.result() for done in checks], "the completion servers could not be checked")
 
 
-def _check(config: TrainConfig, server: ServerConfig, words: Vocabulary) -> None:
+def _check(config: TrainConfig, server: ServerConfig, vocabulary: Vocabulary) -> None:
     assert server.update is not None
     rule = config.sampling
     as_drawn = rule.temperature != 1 or bool(rule.truncation)
     try:
-        ServerWeights(server, server.update).check(_shape(config, words.size), as_drawn=as_drawn)
+        ServerWeights(server, server.update).check(_shape(config, vocabulary.size), as_drawn=as_drawn)
         for url in server.urls:
-            one = replace(server, url=url, timeout=min(server.timeout, _TIMEOUT))
-            sampling = Sampling(1, tuple(sorted(words.ends)), words.size)
-            CompletionServer(one, sampling).complete([[words.size - 1]], [0])
+            single = replace(server, url=url, timeout=min(server.timeout, _TIMEOUT))
+            sampling = Sampling(1, tuple(sorted(vocabulary.ends)), vocabulary.size)
+            CompletionServer(single, sampling).complete([[vocabulary.size - 1]], [0])
     except CompletionServerError as error:
         raise ValueError(str(error)) from None
 

@@ -30,34 +30,27 @@ _WAITING, _FAILED = 1, 2
 def wait_together(futures: Sequence[Future], timeout: float, *, tolerant: bool = False, stoppable: bool = True) -> bool:
     """Wait until all are done on every rank; False on all if one failed, unless `tolerant`.
 
-    Ranks poll each other, so that no collective reaches its `timeout`.
-
-    Raises:
-        Unavailable: `stoppable`, and a stop was requested while a server is away; on every rank.
+    Ranks poll each other, so that no collective reaches its `timeout`. If `stoppable`, Unavailable on every rank when a
+    stop was requested while a server is away.
     """
     until = ALL_COMPLETED if tolerant else FIRST_EXCEPTION
     device = communication_device(dist.group.WORLD, torch.device("cpu"))
     while True:
         tick("waiting for the server")
-        done, left = wait(futures, min(_LOOK, timeout / 4), until)
+        done, pending = wait(futures, min(_LOOK, timeout / 4), until)
         failed = not tolerant and any(map(failure, done))
-        mine = [_FAILED if failed else _WAITING if left else 0, preemption.asked(), any_server_away()]
+        mine = [_FAILED if failed else _WAITING if pending else 0, preemption.asked(), any_server_away()]
         state = torch.tensor(mine, device=device)
         dist.all_reduce(state, dist.ReduceOp.MAX)
         outcome, stopping, away = state.tolist()
         if outcome != _WAITING:
             return outcome != _FAILED
         if stoppable and stopping and away:
-            raise Unavailable("asked to stop while a server is away")
+            raise Unavailable("a stop was requested while a server is away")
 
 
 class Sharing:
-    """Place of this rank among those that hold the same data.
-
-    Attributes:
-        asks: this rank talks to the servers.
-        groups: of the sharing ranks.
-    """
+    """Place of this rank among `groups` that hold the same data; if it `asks`, it talks to the servers."""
 
     def __init__(self, engine: Engine) -> None:
         self.groups = engine.replica_groups
@@ -65,7 +58,6 @@ class Sharing:
         self._timeout = engine.config.run.timeout
 
     def wait(self, futures: Sequence[Future], *, tolerant: bool = False, stoppable: bool = True) -> bool:
-        """Call `wait_together`."""
         return wait_together(futures, self._timeout, tolerant=tolerant, stoppable=stoppable)
 
     def spread(self, values: Tensor, shape: tuple[int, ...]) -> Tensor:
@@ -85,7 +77,7 @@ def queued_again_without_servers() -> Iterator[None]:
     try:
         yield
     except Unavailable as error:
-        text = f"{error}; the same command goes on from the last checkpoint"
+        text = f"{error}; the same command resumes from the last checkpoint"
         on_first_rank(lambda: preemption.ask_for_restart(text), "the marker REQUEUE could not be written")
         raise
 

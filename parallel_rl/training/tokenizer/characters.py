@@ -8,17 +8,16 @@ from parallel_rl.training.tokenizer.protocol import Message, Target, Tools, Voca
 
 _PAD, _BEGIN, _END = 0, 1, 2
 _SPECIAL = 3
-_NO_FORM = "the tokenizer of characters has no form for a conversation"
+_NO_FORM = "the character tokenizer cannot write a conversation"
 
 
 class CharTokenizer:
     """Tokenizer with ids 0, 1, 2 for padding, begin and end, and 3 + i for character i of the alphabet.
 
+    ValueError for an empty alphabet or one with a character twice.
+
     >>> CharTokenizer("ab").document("ba")
     [1, 4, 3, 2]
-
-    Raises:
-        ValueError: an empty alphabet or one with a character twice.
     """
 
     def __init__(self, alphabet: str) -> None:
@@ -54,13 +53,10 @@ class CharTokenizer:
         return "".join(text)
 
     def render(self, messages: Sequence[Message], tools: Tools = None) -> list[int]:
-        """Encode begin and the one message."""
         return [_BEGIN, *self.encode(plain_text(messages, _NO_FORM, tools))]
 
     def target(self, messages: Sequence[Message], answers: Sequence[Message], tools: Tools = None) -> Target:
-        """Encode the one answer and end."""
         return Target((*self.encode(plain_answer(answers, _NO_FORM)), _END))
 
     def document(self, text: str) -> list[int]:
-        """Encode begin, the text, end."""
         return [_BEGIN, *self.encode(text), _END]

@@ -30,7 +30,7 @@ _WORDS = ("", "is no Jinja template", "tries what the sandbox forbids", "refuses
 
 @dataclass(frozen=True)
 class ChatOptions:
-    """Variables of a template besides the conversation.
+    """Options of a template besides the conversation.
 
     Attributes:
         template: which of a folder's templates; None: the one named "default", or the only one.
@@ -44,16 +44,14 @@ class ChatOptions:
 
 
 class ChatTemplate:
-    """Chat template, compiled and rendered in a bounded process; `where` it comes from is for messages.
+    """Chat template, compiled and rendered in a bounded process; messages name the folder `where`.
 
-    A rendering is bounded by 16 million characters, 512 MB and ten seconds. The process is restarted after a fork or a kill.
+    A rendering is bounded by 16 million characters, 512 MB and ten seconds. The process is restarted after a fork or a
+    kill. ValueError if `source` is no template, or takes too much to compile.
 
     >>> template = ChatTemplate("{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}", "this example")
     >>> template.render([{"role": "user", "content": "hi"}], answered=True)
     '<user>hi'
-
-    Raises:
-        ValueError: it is no template, or takes too much to compile.
     """
 
     def __init__(
@@ -77,8 +75,7 @@ class ChatTemplate:
     def render(self, messages: Sequence[Message], *, answered: bool, tools: Tools = None) -> str:
         """Return the text of a conversation; unless `answered`, up to where the answer begins.
 
-        Raises:
-            ValueError: the template refuses the conversation, fails, leaves the sandbox, or exceeds a bound.
+        ValueError if the template refuses the conversation, fails, leaves the sandbox, or exceeds a bound.
         """
         return self.render_all([(messages, answered)], tools)[0]
 
@@ -140,43 +137,43 @@ def turns(
 ) -> Iterator[tuple[str, str]]:
     """Iterate over answers as the template writes them, each with the text up to the next ("" at the end).
 
-    An answer is what the rendering up to it adds to that of its prompt. Both must be prefixes of the whole rendering; then the
-    answer's tokens are those that the policy would sample.
+    An answer is what the rendering up to it adds to that of its prompt. Both must be prefixes of the whole rendering;
+    then the answer's tokens are those that the policy would sample. ValueError for a template that refuses the
+    conversation, or writes it differently when it continues.
 
     >>> template = ChatTemplate("{% for m in messages %}{{ m.role[0] }}{{ m.content }};{% endfor %}"
     ...                         "{% if add_generation_prompt %}a{% endif %}", "this example")
-    >>> said = [{"role": role, "content": text} for role, text in (("assistant", "4"), ("user", "+2"), ("assistant", "6"))]
-    >>> list(turns(template, [{"role": "user", "content": "2+2"}], said))
+    >>> answers = [{"role": role, "content": text} for role, text in (("assistant", "4"), ("user", "+2"), ("assistant", "6"))]
+    >>> list(turns(template, [{"role": "user", "content": "2+2"}], answers))
     [('4;', 'u+2;a'), ('6;', '')]
-
-    Raises:
-        ValueError: a template that writes a conversation in another way when it goes on, or refuses it.
     """
     conversation = [*messages, *answers]
-    places = [place for place, one in enumerate(conversation) if place >= len(messages) and one["role"] == "assistant"]
-    prefixes = [
-        (conversation[: place + said], bool(said))
-        for place in places
-        for said in (0, 1)
-        if not said or place < len(conversation) - 1
+    places = [
+        place for place, message in enumerate(conversation) if place >= len(messages) and message["role"] == "assistant"
     ]
-    whole, *texts = template.render_all([(conversation, True), *prefixes], tools)
+    prefixes = [
+        (conversation[: place + answered], bool(answered))
+        for place in places
+        for answered in (0, 1)
+        if not answered or place < len(conversation) - 1
+    ]
+    full_text, *texts = template.render_all([(conversation, True), *prefixes], tools)
     bounds: list[tuple[int, int]] = []
-    for place, prompt, said in zip(places, texts[::2], [*texts[1::2], whole], strict=False):
-        if not said.startswith(prompt):
+    for place, prompt, answer in zip(places, texts[::2], [*texts[1::2], full_text], strict=False):
+        if not answer.startswith(prompt):
             raise ValueError(
-                f"{template.where} does not write an answer behind its own prompt: {_end_of(prompt)} is not where the answer "
+                f"{template.where} does not write an answer after its own prompt: {_end_of(prompt)} is not where the answer "
                 "begins in the whole conversation; fix the template, or set tokenizer.variables"
             )
-        if not whole.startswith(said) or (bounds and len(prompt) < bounds[-1][1]):
+        if not full_text.startswith(answer) or (bounds and len(prompt) < bounds[-1][1]):
             raise ValueError(
-                f"{template.where} writes messages[{place}], an answer, in another way when the conversation goes on: "
-                f"{_end_of(said)} does not begin the whole, so that not every answer can be learned in one sequence. "
+                f"{template.where} writes messages[{place}], an answer, differently when the conversation continues: "
+                f"{_end_of(answer)} does not begin the whole, so that not every answer can be learned in one sequence. "
                 "data.mask_history: true learns the last one only; tokenizer.template names one that keeps earlier answers"
             )
-        bounds.append((len(prompt), len(said)))
+        bounds.append((len(prompt), len(answer)))
     for (begin, end), following in zip(bounds, [*bounds[1:], None], strict=True):
-        yield whole[begin:end], "" if following is None else whole[end : following[0]]
+        yield full_text[begin:end], "" if following is None else full_text[end : following[0]]
 
 
 def _end_of(text: str) -> str:

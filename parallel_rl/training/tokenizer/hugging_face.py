@@ -22,14 +22,9 @@ _SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cl
 class HuggingFaceTokenizer:
     """Tokenizer of a folder written by transformers' `save_pretrained`; only JSON and templates are read.
 
-    End tokens are the eos_token of tokenizer_config.json and each eos_token_id of generation_config.json and config.json.
-
-    Args:
-        folder: with tokenizer.json.
-        chat: options of the chat template; None: conversations are plain texts.
-
-    Raises:
-        ValueError: a missing or malformed file, `tokenizers` not installed, no or several chat templates, no end token.
+    End tokens are the eos_token of tokenizer_config.json and each eos_token_id of generation_config.json and
+    config.json. Without `chat`, conversations are plain texts. ValueError for a missing or malformed file, `tokenizers`
+    not installed, no or several chat templates, or no end token.
     """
 
     def __init__(self, folder: Path, chat: ChatOptions | None = None) -> None:
@@ -41,10 +36,13 @@ class HuggingFaceTokenizer:
         size = max(vocabulary.values(), default=-1) + 1
         configs = [_read_json(folder / name) for name in ("generation_config.json", "config.json")]
         eos = vocabulary.get(special.get("eos_token", ""))
-        ends = [*([] if eos is None else [eos]), *(end for one in configs for end in _ids(one.get("eos_token_id")))]
+        ends = [
+            *([] if eos is None else [eos]),
+            *(end for settings in configs for end in _ids(settings.get("eos_token_id"))),
+        ]
         if not ends:
             raise ValueError(
-                f"{folder} tells no end token: neither an eos_token of tokenizer_config.json that tokenizer.json knows nor an "
+                f"{folder} has no end token: neither an eos_token of tokenizer_config.json that tokenizer.json knows nor an "
                 "eos_token_id of generation_config.json or config.json"
             )
         if outside := [end for end in ends if not 0 <= end < size]:
@@ -54,7 +52,7 @@ class HuggingFaceTokenizer:
         pad = vocabulary.get(special.get("pad_token", ""), ends[0])
         self.vocabulary = Vocabulary(size, frozenset(ends), pad)
         self._end = ends[0]
-        self._no_form = f"{folder} has no chat template, or tokenizer.chat = False does not ask for it"
+        self._no_form = f"{folder} has no chat template, or tokenizer.chat = False disables it"
         self._begin = _begin(self._tokenizer, vocabulary)
         self._template = (
             None if chat is None else ChatTemplate(_template(folder, config, chat), str(folder), special, chat)
@@ -91,26 +89,26 @@ class HuggingFaceTokenizer:
             return Target((*self.encode(plain_answer(answers, self._no_form)), self._end))
         tokens, mask = list[int](), list[int]()
         learned = [int(message.get("weight") != 0) for message in answers if message["role"] == "assistant"]
-        for weight, (answer, behind) in zip(learned, turns(self._template, messages, answers, tools), strict=True):
-            said = self._said(answer, last=not behind)
-            whole = self.encode(answer + behind) if behind else said
-            if whole[: len(said)] != said:
+        for weight, (answer, following) in zip(learned, turns(self._template, messages, answers, tools), strict=True):
+            answer_ids = self._answer_ids(answer, last=not following)
+            ids = self.encode(answer + following) if following else answer_ids
+            if ids[: len(answer_ids)] != answer_ids:
                 raise ValueError(
-                    f"the end token of an answer and what the chat template of {self._folder} writes behind it are not apart "
-                    "in this tokenizer; data.mask_history: true learns the last answer only"
+                    f"the tokenizer merges the end token of an answer with the text that the chat template of {self._folder} "
+                    "writes after it; data.mask_history: true learns the last answer only"
                 )
-            tokens += whole
-            mask += [weight] * len(said) + [0] * (len(whole) - len(said))
+            tokens += ids
+            mask += [weight] * len(answer_ids) + [0] * (len(ids) - len(answer_ids))
         return Target(tuple(tokens), None if all(mask) else tuple(mask))
 
-    def _said(self, answer: str, last: bool) -> list[int]:
+    def _answer_ids(self, answer: str, last: bool) -> list[int]:
         ids = self.encode(answer)
         end = max((place for place, token in enumerate(ids) if token in self.vocabulary.ends), default=None)
         if end is not None:
             return ids[: end + 1]
         if not last:
             raise ValueError(
-                f"the chat template of {self._folder} writes no end token behind an answer that is not the last one, so that a "
+                f"the chat template of {self._folder} writes no end token after an answer that is not the last one, so that a "
                 "policy would not learn to end it; data.mask_history: true learns the last answer only"
             )
         return [*ids, self._end]
@@ -186,7 +184,7 @@ def _templates(folder: Path, config: Mapping[str, object]) -> dict[str, str]:
     """Map names to a folder's template sources; files override tokenizer_config.json."""
     entry, templates = config.get("chat_template"), dict[str, object]()
     if isinstance(entry, list):
-        templates |= {str(one.get("name")): one.get("template") for one in entry if isinstance(one, dict)}
+        templates |= {str(item.get("name")): item.get("template") for item in entry if isinstance(item, dict)}
     elif entry is not None:
         templates["default"] = entry
     files = {path.stem: path for path in sorted((folder / "additional_chat_templates").glob("*.jinja"))}

@@ -25,9 +25,7 @@ class Vocabulary:
 class Target:
     """Token ids that a policy is to produce after a prompt, with the end token.
 
-    Attributes:
-        tokens: ids.
-        mask: 1 for the policy's tokens, 0 for others' turns between; None: all are 1.
+    `mask` is 1 for the policy's tokens, 0 for others' turns between; None: all are 1.
     """
 
     tokens: tuple[int, ...]
@@ -52,12 +50,8 @@ class Tokenizer(Protocol):
     def target(self, messages: Sequence[Message], answers: Sequence[Message], tools: Tools = None) -> Target:
         """Encode the continuation of `render(messages)` by the answers.
 
-        Args:
-            messages: the prompt.
-            answers: what follows, first and last from the assistant; each assistant turn trains, unless its `weight` is 0.
-
-        Raises:
-            ValueError: as `render`, or an answer that does not continue the conversation.
+        The first and the last of `answers` are the assistant's; each of its turns trains, unless its `weight` is 0.
+        ValueError as in `render`, or for an answer that does not continue the conversation.
         """
 
     def document(self, text: str) -> list[int]:

@@ -1,7 +1,7 @@
-"""A process that renders one chat template: pickled conversations in, texts out.
+"""Process that renders one chat template: pickled conversations in, texts out.
 
-Run by its path, to start without torch. The kernel ends it when a template takes too long, also inside one call of C or while
-Jinja compiles constants.
+It runs by its path, to start without torch. The kernel ends it when a template takes too long, also inside one call of
+C or while Jinja compiles constants.
 """
 
 from __future__ import annotations

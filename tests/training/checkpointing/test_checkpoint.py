@@ -84,7 +84,7 @@ def _none_whole(rank: int, given: list[str]) -> None:
     before = snapshot(small.folder)
     for _ in range(2):  # a second try must not take an empty folder for a new run
         with pytest.raises(
-            ValueError, match=r"no checkpoint in .* is whole: .*step_000002.*distcp.*step_000001.*distcp"
+            ValueError, match=r"no checkpoint in .* is intact: .*step_000002.*distcp.*step_000001.*distcp"
         ):
             small.newest()
     assert snapshot(small.folder) == before

@@ -59,6 +59,6 @@ def test_what_a_kill_left_is_cleared_up_and_said(tmp_path: Path) -> None:
     (folder / ".pruned_step_000000").mkdir()
     (folder / "step_000002").rename(folder / ".replaced_step_000002")
     said = storage.clean_up(folder)
-    assert len(said) == 2 and "step_000003: its save was cut off" in said[0] and "step_000002" in said[1]
+    assert len(said) == 2 and "step_000003: its save was interrupted" in said[0] and "step_000002" in said[1]
     assert sorted(path.name for path in folder.iterdir()) == ["step_000001", "step_000002"]
     assert storage.clean_up(folder) == []

@@ -157,10 +157,10 @@ MANIFESTS: dict[str, tuple[Callable[[dict], object], str]] = {
     "itself": (lambda body: body["files"].update({MANIFEST: {"size": 0, "sha256": ""}}), "is not the name of a file"),
     "a list": (lambda body: body.update(files=[]), "has another shape"),
     "no progress": (lambda body: body["record"].pop("position"), "has another shape"),
-    "a step in words": (lambda body: body["record"]["position"].update(step="two"), "'two' stands where"),
+    "a step in words": (lambda body: body["record"]["position"].update(step="two"), "'two' is not of type"),
     "one more field": (lambda body: body["record"]["position"].update(more=1), "has another shape"),
     "no format": (lambda body: body.pop("format"), "has another shape"),
-    "a deep value": (lambda body: body["record"]["model"].update(layers=[[1]]), "[[1]] stands where"),
+    "a deep value": (lambda body: body["record"]["model"].update(layers=[[1]]), "[[1]] is not of type"),
 }
 
 

@@ -217,10 +217,10 @@ def test_held_out_prompts_of_the_file_are_left_out_where_an_override_ends_the_ev
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({}, r"the section 'rl' with parallel.expert = 2 would draw by the trainer's own sampler"),
+        ({}, r"the section 'rl' with parallel.expert = 2 would use the trainer's own sampler"),
         (
             {"rl__server": "{url: 'http://x', model: m}"},
-            r"the section 'evaluation' with parallel.expert = 2 would draw",
+            r"the section 'evaluation' with parallel.expert = 2 would use",
         ),
         (
             {"batch": "{tokens: 64, packing: true}"},

@@ -24,9 +24,10 @@ from parallel_rl.training.data.examples import (
 )
 from parallel_rl.training.data.format import Format
 from parallel_rl.training.data.reading import read_datasets
-from parallel_rl.training.data.records.source import Records, open_records
+from parallel_rl.training.data.records.source import Records
 from parallel_rl.training.preflight.sizes import check_vocabulary
 from parallel_rl.training.tokenizer.characters import CharTokenizer
+from tests.training.data.small_blocks import open_records
 from tests.training.helpers import CONFIGS, DATA, run
 
 TOKENIZER = CharTokenizer("0123456789+=")

@@ -12,8 +12,8 @@ from parallel_rl.testing.pool import run_world
 from parallel_rl.training.data.examples import Rollout, parse_rollout
 from parallel_rl.training.data.records.check import check
 from parallel_rl.training.data.records.paths import find_files
-from parallel_rl.training.data.records.source import index_of, open_records
-from tests.training.data.small_blocks import small_blocks
+from parallel_rl.training.data.records.source import index_of
+from tests.training.data.small_blocks import open_records, small_blocks
 
 GOOD = {"tokens": [1, 2, 3], "logprobs": [-0.5, -0.5], "group": 2**63 - 1, "reward": 1.5, "staleness": -(2**63)}
 ROWS: dict[str, tuple[str, str]] = {
@@ -77,5 +77,5 @@ def test_a_parquet_file_with_a_column_twice_is_refused(tmp_path: Path) -> None:
     pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     table = pyarrow.Table.from_arrays([pyarrow.array([1]), pyarrow.array([2])], names=["group", "group"])
     parquet.write_table(table, tmp_path / "twice.parquet")
-    with pytest.raises(ValueError, match=r"twice\.parquet: the column 'group' stands twice"):
+    with pytest.raises(ValueError, match=r"twice\.parquet: the column 'group' occurs twice"):
         index_of(find_files(str(tmp_path / "twice.parquet"), "data.rollouts"), "data.rollouts")

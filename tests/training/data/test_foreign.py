@@ -105,7 +105,7 @@ def test_a_record_is_read_as_what_it_says(folder: Path) -> None:
         ({"messages": [{"role": "user", "content": [1]}], "answer": "2"}, {}, r"messages\[0\].content has the part 1; only"),
         ({"messages": [{"role": "assistant", "content": "1"}], "answer": "2"}, {}, "'messages' ends with an answer"),
         ({"messages": [{"role": "system", "content": "1"}], "system": "3", "answer": "2"}, {}, "are both given"),
-        ({"prompt": "1", "system": "+", "answer": "2"}, {}, r"no form for a conversation; .* \['system', 'user'\]"),
+        ({"prompt": "1", "system": "+", "answer": "2"}, {}, r"cannot write a conversation; .* \['system', 'user'\]"),
     ],
 )  # fmt: skip
 def test_a_row_that_cannot_be_read_says_why(row: dict[str, object], columns: dict[str, str], message: str) -> None:

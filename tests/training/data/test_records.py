@@ -17,8 +17,8 @@ from parallel_rl.training.data.records.check import check, spread_blocks
 from parallel_rl.training.data.records.index import Entries
 from parallel_rl.training.data.records.jsonl import JsonlFile
 from parallel_rl.training.data.records.paths import braces, find_files
-from parallel_rl.training.data.records.source import Records, index_of, open_records
-from tests.training.data.small_blocks import small_blocks
+from parallel_rl.training.data.records.source import Records, index_of
+from tests.training.data.small_blocks import open_records, small_blocks
 
 pyarrow = pytest.importorskip("pyarrow")
 parquet = pytest.importorskip("pyarrow.parquet")

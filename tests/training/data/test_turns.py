@@ -82,7 +82,7 @@ def test_each_answer_is_learned_and_nothing_else(folders: dict[str, Path]) -> No
 def test_a_template_that_rewrites_earlier_answers_is_refused(folders: dict[str, Path], tmp_path: Path) -> None:
     """Qwen3's leaves out earlier thoughts: what it asks a policy with is no prefix of the conversation that is learned."""
     with pytest.raises(
-        ValueError, match=r"writes messages\[1\], an answer, in another way .* data.mask_history: true learns"
+        ValueError, match=r"writes messages\[1\], an answer, differently .* data.mask_history: true learns"
     ):
         parse_example({"messages": TALK}, form(folders["qwen3"]))
     last = parse_example({"messages": TALK}, form(folders["qwen3"], mask_history=True))
@@ -91,12 +91,12 @@ def test_a_template_that_rewrites_earlier_answers_is_refused(folders: dict[str, 
     keeps += "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
     folder = write_tokenizer(tmp_path)
     for source, message in (
-        (keeps.replace("<|im_end|>\n", "\n"), "writes no end token behind an answer that is not the last"),
+        (keeps.replace("<|im_end|>\n", "\n"), "writes no end token after an answer that is not the last"),
         (
             keeps.replace("{{ m.content }}", "{{ m.content if loop.last or m.role == 'user' else m.content[:3] }}"),
-            r"messages\[1\], an answer, in",
+            r"messages\[1\], an answer, differently",
         ),
-        (keeps.replace(">assistant", ">model"), "does not write an answer behind its own prompt"),
+        (keeps.replace(">assistant", ">model"), "does not write an answer after its own prompt"),
     ):
         (folder / "chat_template.jinja").write_text(source)
         with pytest.raises(ValueError, match=message):
@@ -167,7 +167,7 @@ def test_null_keys_of_messages_are_left_out(tmp_path: Path) -> None:
         ({"chosen": TALK, "rejected": said("Why?", FIRST)}, "begin with different messages; without a 'prompt'"),
         ({"chosen": TALK, "rejected": OTHER}, "the field 'prompt' is missing"),
         ({"chosen": TALK[:2], "rejected": [*TALK[:1], "4"]}, r"rejected\[1\] = '4' is not valid; \{role, content\}"),
-        ({"chosen": TALK[:2], "rejected": TALK[:1]}, r"'rejected' has messages of \[\] behind the prompt"),
+        ({"chosen": TALK[:2], "rejected": TALK[:1]}, r"'rejected' has messages of \[\] after the prompt"),
         ({"prompt": "Why?", "chosen": TALK, "rejected": OTHER}, r"'chosen' has messages of \['user', .* the first and"),
         ({"prompt": "Why?", "chosen": TALK[1:3], "rejected": OTHER}, r"'chosen' has messages of \['assistant', 'user'\]"),
         ({"prompt": "Why?", "chosen": 3, "rejected": OTHER}, "'chosen' = 3 is not valid; a text"),

@@ -112,7 +112,7 @@ def test_folders_that_cannot_be_trained(tmp_path: Path) -> None:
     taught = {"rl__teacher": str(wide), "rl__advantages": {"name": "grpo", "teacher_kl": {"coefficient": 1.0}}}
     [message] = run_world(1, refused, arguments(tmp_path / "taught", other, **taught))
     assert (
-        f"the teacher {wide} has {described['vocab_size'] + 64} words" in message
+        f"the teacher {wide} has {described['vocab_size'] + 64} vocabulary entries" in message
         and "cut or pad embed_tokens" in message
     )
     sizes = {"layers": 1, "hidden": 16, "heads": 2}

@@ -35,7 +35,7 @@ def test_the_message_names_ranks_micro_batches_and_rows(tmp_path: Path) -> None:
     for text in failure.value.errors.values():
         assert "the gradient norm is nan; not finite: data rank 0, micro-batch 0: log-probs of rows 0, 1" in text
         assert "data rank 0, micro-batch 1: log-probs of rows 2, 3" in text and "and 1 more" in text
-        assert "The last good checkpoint stands" in text and "optimizer.on_nonfinite = 'skip'" in text
+        assert "The last good checkpoint is kept" in text and "optimizer.on_nonfinite = 'skip'" in text
 
 
 def _nan_at(rank: int, given: list[str], steps: tuple[int, ...]) -> list[dict[str, float | int | str]]:
@@ -59,7 +59,7 @@ def test_a_step_that_is_left_out_changes_no_weight_and_is_counted(tmp_path: Path
     assert all(math.isfinite(float(rows[3][name])) for name in ("loss", "grad_norm"))
     shards = [(tmp_path / f"checkpoints/step_00000{step}/__0_0.distcp").read_bytes() for step in (1, 2, 3, 4)]
     assert shards[0] == shards[1] == shards[2] != shards[3]
-    with pytest.raises(WorldError, match=r"3 steps in a row were such, and optimizer\.max_skips = 2"):
+    with pytest.raises(WorldError, match=r"3 steps in a row had such a norm, and optimizer\.max_skips = 2"):
         run_world(1, _nan_at, _given(tmp_path / "more", **skip), (2, 3, 4))
 
 

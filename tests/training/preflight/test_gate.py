@@ -40,9 +40,7 @@ def test_a_pair_of_pipeline_neighbours_that_garbles_is_named() -> None:
         run_world(4, _check_groups, ParallelConfig(pipeline=4), 2)
     assert sorted(failure.value.errors) == [0, 1, 2, 3]
     for error in failure.value.errors.values():
-        assert error.endswith(
-            "rank 3: RuntimeError: rank 3 did not get from its pipeline neighbour rank 2 what that sent"
-        )
+        assert error.endswith("rank 3: RuntimeError: rank 3 received wrong numbers from its pipeline neighbour rank 2")
 
 
 SILENT = """

@@ -69,7 +69,7 @@ def test_the_run_is_saved_to_be_queued_again_and_goes_on_to_the_same_bits(away: 
             2, _for_a_job, arguments(run, server, layout, options, reward=scorer.url, rl__steps=4), str(job)
         )
     assert 0 < len(done) < 4 and done == expected[: len(done)]
-    goes_on = f"the same command goes on from {run}/checkpoints/step_{len(done):06d}"
+    goes_on = f"the same command resumes from {run}/checkpoints/step_{len(done):06d}"
     assert re.fullmatch(
         rf"stopped by {cause} after rl step {len(done)} of 4; {re.escape(goes_on)}\n", (job / "REQUEUE").read_text()
     )
@@ -97,7 +97,7 @@ def test_samples_in_flight_at_a_server_that_is_away_do_not_keep_a_stopped_run_fr
         found.append(server)
         [done] = run_world(1, _for_a_job, arguments(run, server, **options), str(job))
     assert done == expected[:2]
-    assert f"goes on from {run}/checkpoints/step_000002" in (job / "REQUEUE").read_text()
+    assert f"resumes from {run}/checkpoints/step_000002" in (job / "REQUEUE").read_text()
     with serve(well) as server:
         assert done + train(run, server, **options) == expected
 

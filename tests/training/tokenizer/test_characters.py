@@ -31,7 +31,7 @@ def test_bad_input_is_named() -> None:
         CharTokenizer("121")
     with pytest.raises(ValueError, match="is empty"):
         CharTokenizer("")
-    with pytest.raises(ValueError, match=r"no form for a conversation; .* messages of \['system', 'user'\]"):
+    with pytest.raises(ValueError, match=r"cannot write a conversation; .* messages of \['system', 'user'\]"):
         TOKENIZER.render([{"role": "system", "content": "1"}, *asking("2")])
     with pytest.raises(
         ValueError, match=r"one text of the assistant is needed, .* \['assistant', 'user', 'assistant'\]"

@@ -94,7 +94,7 @@ def test_one_of_several_templates(folders: dict[str, Path], tmp_path: Path) -> N
     assert build(folder).decode(build(folder, template="short").render(USER)) == "How"
     with pytest.raises(ValueError, match=r"tokenizer.template = 'shrt': .* did you mean 'short'"):
         build(folder, template="shrt")
-    with pytest.raises(ValueError, match="does not write an answer behind its own prompt: 'How many\\?'"):
+    with pytest.raises(ValueError, match="does not write an answer after its own prompt: 'How many\\?'"):
         answered(build(folder), USER, "42")
 
 
@@ -146,7 +146,7 @@ def test_a_folder_that_is_no_tokenizers(folders: dict[str, Path], tmp_path: Path
         (broken(tokenizer__json='{"version": "1.0"'), r"tokenizer.json cannot be read: "),
         (broken(tokenizer_config__json="[]"), "tokenizer_config.json holds no JSON object"),
         (broken(generation_config__json="{"), "generation_config.json is not valid JSON"),
-        (broken(tokenizer_config__json=nothing, generation_config__json=nothing), "tells no end token"),
+        (broken(tokenizer_config__json=nothing, generation_config__json=nothing), "has no end token"),
         (broken(generation_config__json='{"eos_token_id": [151645]}'), r"151645 lies outside the vocabulary \[0, 29"),
     ):
         with pytest.raises(ValueError, match=message):

@@ -28,7 +28,7 @@ from parallel_rl.training.session import Session
 def sampled_experience(session: Session, config: RLConfig, at: TrainProgress) -> tuple[Experience, float]:
     """Sample the next prompts of this data rank, ordered by update, with raw rewards and their mean.
 
-    With dynamic sampling, later prompts of the stream replace those that are dropped. ValueErrors as of `draw_groups`.
+    With dynamic sampling, later prompts replace dropped ones. ValueErrors of `draw_groups`.
     """
     engine = session.engine
     # a group stays on one data rank, and each update has the same prompts in every layout
@@ -47,17 +47,17 @@ def sampled_experience(session: Session, config: RLConfig, at: TrainProgress) ->
     return experience, mean_over_ranks(first[~first.isnan()], engine.groups.data, engine.device)
 
 
-def asked(session: Session, config: RLConfig, positions: Sequence[int]) -> tuple[list[Prompt], list[int]]:
+def prompts_and_ids(session: Session, config: RLConfig, positions: Sequence[int]) -> tuple[list[Prompt], list[int]]:
     """Return the prompt and the id of each of `group_size` samples at these positions of the stream."""
     size, data = config.group_size, session.data
-    chosen = [prompt for prompt in data.read(data.train, positions) for _ in range(size)]
-    return chosen, [position * size + index for position in positions for index in range(size)]
+    repeated = [prompt for prompt in data.read(data.train, positions) for _ in range(size)]
+    return repeated, [position * size + index for position in positions for index in range(size)]
 
 
 def _draw(session: Session, config: RLConfig, step: int, positions: Sequence[int]) -> tuple[Samples, Tensor]:
     """Draw and score `group_size` completions of the prompt at each position; failed rewards are NaN."""
     engine, size = session.engine, config.group_size
-    prompts, ids = asked(session, config, positions)
+    prompts, ids = prompts_and_ids(session, config, positions)
     settings, seed = engine.config.sampling, 2 * engine.config.run.seed
     tokens, others = [prompt.tokens for prompt in prompts], dict[str, Tensor]()
     if session.served is None:
@@ -76,7 +76,8 @@ def _draw(session: Session, config: RLConfig, step: int, positions: Sequence[int
     tensors = with_own_fields(
         samples, field_values, fields, [len(prompt) for prompt in tokens], engine.float_dtype
     ).tensors()
-    others |= {one.name: Sharing(engine).spread(tensors[one.name], tuple(tensors[one.name].shape)) for one in fields}
+    for name in [field.name for field in fields]:
+        others[name] = Sharing(engine).spread(tensors[name], tuple(tensors[name].shape))
     if "greedy_rewards" in config.advantages.needs:
         if session.served is None:
             greedy = sample(engine, tokens[::size], positions, seed, settings, greedy=True)
@@ -106,7 +107,9 @@ def _record(engine: Engine, experience: Experience, step: int) -> None:
     columns.append(fields["staleness"].tolist() if "staleness" in fields else [None] * len(experience))
     columns.append([None if kept else 0 for kept in fields["sample_mask"].tolist()])
     declared = engine.config.reward_fields
-    values = zip(*(fields[one.name].tolist() for one in declared), strict=True) if declared else [()] * len(experience)
+    values = (
+        zip(*(fields[field.name].tolist() for field in declared), strict=True) if declared else [()] * len(experience)
+    )
     rollouts = [
         Rollout(
             tuple(tokens[:end]),
@@ -135,7 +138,7 @@ def ask_ahead(session: Session, config: RLConfig, at: TrainProgress) -> None:
     positions, wanted = local_shares(config.prompts, config.updates, session.engine.groups), []
     for later in range(min(server.ahead + 1, config.steps - step)):
         first = at.next("train") + later * config.rounds * config.prompts
-        prompts, ids = asked(session, config, [first + position for position in positions])
+        prompts, ids = prompts_and_ids(session, config, [first + position for position in positions])
         served.request([prompt.tokens for prompt in prompts], ids)
         wanted += ids
     served.forget(set(wanted))

@@ -48,7 +48,7 @@ def check_mismatch(session: Session, config: RLConfig, experience: Experience, a
     if server.max_mismatch is None or (served.compared and not recomputed):
         return {}
     served.compared = True
-    logprobs = _own_logprobs(session, experience) if not recomputed else experience.prev_logprobs
+    logprobs = _policy_logprobs(session, experience) if not recomputed else experience.prev_logprobs
     assert logprobs is not None
     sums = _sums(session, experience, logprobs, len(server.urls))
     for url, (total, count) in zip(server.urls, sums[:-1].tolist(), strict=True):
@@ -64,7 +64,7 @@ def check_mismatch(session: Session, config: RLConfig, experience: Experience, a
     return {"mismatch": total / count} if count and recomputed else {}
 
 
-def _own_logprobs(session: Session, experience: Experience) -> Tensor:
+def _policy_logprobs(session: Session, experience: Experience) -> Tensor:
     sampling = session.engine.config.sampling
     return session.policy.log_probs(experience, temperature=sampling.temperature, truncation=sampling.truncation)
 
@@ -107,8 +107,10 @@ def recorded_experience(session: Session, config: RLConfig, at: TrainProgress) -
     )
     if "run_ids" in config.recorded_fields:
         experience = experience.with_fields(run_ids=_ids([record.run or 0 for record in mine]))
-    own = [record.own for record in mine]
-    experience = with_own_fields(experience, own, engine.config.own_fields("rollouts"), starts, engine.float_dtype)
+    own_values = [record.own for record in mine]
+    experience = with_own_fields(
+        experience, own_values, engine.config.own_fields("rollouts"), starts, engine.float_dtype
+    )
     if any(record.segments is not None for record in batch):
         experience = _with_turns(experience, mine)
     if batch[0].reward is None:
@@ -119,7 +121,7 @@ def recorded_experience(session: Session, config: RLConfig, at: TrainProgress) -
 
 
 def _with_turns(experience: Experience, records: Sequence[Rollout]) -> Experience:
-    """Add the turn of each token; tokens of the environment carry no loss."""
+    """Add the turn of each token; tokens of the environment have no loss."""
     turns = torch.zeros_like(experience.input_ids)
     for row, record in enumerate(records):
         if record.segments is not None:
@@ -212,13 +214,12 @@ def _with_advantages(session: Session, config: RLConfig, experience: Experience)
 
 
 def _models(session: Session, config: RLConfig) -> Models:
-    """Choose the models that give the fields of the loss and the estimator."""
     policy, sampling, needs = session.policy, session.engine.config.sampling, {*config.advantages.needs}
 
     def log_probs(model: torch.nn.Module | None, rule: Truncation = KEEP_ALL) -> Callable[[Experience], Tensor]:
         return lambda samples: policy.log_probs(samples, model, temperature=sampling.temperature, truncation=rule)
 
-    whole, others = log_probs(None), {}
+    untruncated, others = log_probs(None), {}
     if session.teacher is not None and "teacher_token_logprobs" in {*needs, *config.loss.requirements.names}:
         others["teacher_token_logprobs"] = log_probs(session.teacher)
     if "sum_pi_squared" in needs:
@@ -227,11 +228,14 @@ def _models(session: Session, config: RLConfig) -> Models:
         def scores(samples: Experience) -> tuple[Tensor, Tensor]:
             return policy.log_probs_and_squares(samples, temperature=sampling.temperature)
 
-        whole, others["sum_pi_squared"] = (lambda samples: scores(samples)[0]), (lambda samples: scores(samples)[1])
-    sampled = log_probs(None, sampling.truncation) if sampling.truncation else whole
+        untruncated, others["sum_pi_squared"] = (
+            (lambda samples: scores(samples)[0]),
+            (lambda samples: scores(samples)[1]),
+        )
+    sampled = log_probs(None, sampling.truncation) if sampling.truncation else untruncated
     return Models(
         policy_logprobs=sampled if config.recomputes_prev_logprobs else None,
-        untruncated_logprobs=whole if sampling.truncation and needs & {"prev_logprobs", "kl"} else None,
+        untruncated_logprobs=untruncated if sampling.truncation and needs & {"prev_logprobs", "kl"} else None,
         reference_logprobs=None if session.reference is None else log_probs(session.reference),
         values=None if session.critic is None else session.critic.values,
         others=others,

@@ -26,16 +26,11 @@ def check(
     each: Callable[[int, Sequence[RecordT]], None] = lambda place, batch: None,
     unfit: Callable[[int, int, UnfitRecord], None] | None = None,
 ) -> tuple[int, float]:
-    """Parse blocks of `budget` bytes; return the greatest length and the checked fraction.
+    """Parse blocks of `budget` bytes, at least one; return the greatest length and the checked fraction.
 
     The blocks are spread evenly over the source and split over the ranks; result and ValueError are the same on each.
-
-    Args:
-        records: their `parse` refuses faults.
-        length: of a record, in tokens.
-        budget: bytes; at least one block is checked.
-        each: gets (place of the first, records) of this rank's part, batch by batch, and refuses faults.
-        unfit: as for `Records.batches`.
+    `length` counts the tokens of a record. `each` gets (place of the first, records) of this rank's part, batch by
+    batch, and may refuse them; `unfit` is that of `Records.batches`.
     """
     blocks, world = spread_blocks(records.index, budget), dist.group.WORLD
 
@@ -72,7 +67,6 @@ class TextSet:
 
 
 def keys_of(texts: Iterable[str]) -> NDArray[np.uint64]:
-    """Return the 64-bit keys of texts, for `TextSet`."""
     return np.fromiter(map(_key, texts), np.uint64)
 
 

@@ -1,7 +1,4 @@
-"""Data sets of the library `datasets`: a folder of `save_to_disk`, a file or folder, or a name of the hub.
-
-Rows are read by index from memory-mapped Arrow. Data sets with a loading script are refused.
-"""
+"""Data sets of the library `datasets`, read by index from memory-mapped Arrow; none with a loading script."""
 
 from __future__ import annotations
 
@@ -48,13 +45,11 @@ class HuggingFaceFile:
 
     @property
     def path(self) -> Path:
-        """Return its place or name, and its split, for messages."""
-        words = (self.source.name, self.source.split)
-        return Path(f"{self.source.dataset} ({', '.join(word for word in words if word)})")
+        parts = (self.source.name, self.source.split)
+        return Path(f"{self.source.dataset} ({', '.join(part for part in parts if part)})")
 
     @property
     def size(self) -> int:
-        """Return the bytes of this split's table."""
         return int(self._dataset.data.nbytes)
 
     @cached_property
@@ -62,19 +57,13 @@ class HuggingFaceFile:
         return _loaded(self.source, self.key).with_format("arrow")
 
     def open(self) -> None:
-        """Load the data set; a name of the hub is downloaded, or taken from the cache.
-
-        Raises:
-            ValueError: it does not exist, has no such split, or would run code of its own.
-        """
+        """Load the data set, from the hub or the cache; ValueError if it is missing or would run code."""
         assert self._dataset is not None
 
     def units(self, step: int) -> int:
-        """Count blocks of rows."""
         return -(-len(self._dataset) // ROWS)
 
     def index(self, number: int, first: int, last: int, step: int) -> Entries:
-        """Make an entry for each block of rows."""
         rows = []
         for block in range(first, last):
             table = self._rows(block * ROWS)
@@ -132,21 +121,21 @@ def _loaded(source: DatasetSource, key: str) -> datasets.Dataset:
                 "JSONL, or with save_to_disk, and name these"
             )
     try:
-        found = _load(source, path)
+        loaded = _load(source, path)
     except Exception as error:  # of the library's own many kinds
-        said = str(error).splitlines()
+        lines = str(error).splitlines()
         raise ValueError(
-            f"{key}: {source.dataset!r} cannot be loaded: {said[0] if said else type(error).__name__}"
+            f"{key}: {source.dataset!r} cannot be loaded: {lines[0] if lines else type(error).__name__}"
         ) from None
-    if isinstance(found, datasets.DatasetDict):
-        if source.split not in found:
-            raise ValueError(f"{key}: {source.dataset!r} has no split {source.split!r}; it has {', '.join(found)}")
-        found = found[source.split]
+    if isinstance(loaded, datasets.DatasetDict):
+        if source.split not in loaded:
+            raise ValueError(f"{key}: {source.dataset!r} has no split {source.split!r}; it has {', '.join(loaded)}")
+        loaded = loaded[source.split]
     elif source.split != "train" and (path / "state.json").is_file():
         raise ValueError(
             f"{key}: {source.dataset!r} is one saved split, so split = {source.split!r} has no effect; leave it out"
         )
-    return found
+    return loaded
 
 
 def _load(source: DatasetSource, path: Path) -> datasets.Dataset | datasets.DatasetDict:
@@ -173,11 +162,10 @@ def _load(source: DatasetSource, path: Path) -> datasets.Dataset | datasets.Data
 
 
 def _checksum(table: pyarrow.Table) -> int:
-    """Compute the checksum of the content of a table of one chunk."""
     import pyarrow
 
     sink = pyarrow.BufferOutputStream()
-    whole = table.replace_schema_metadata(None)
-    with pyarrow.ipc.new_stream(sink, whole.schema) as writer:
-        writer.write_table(whole)
+    plain = table.replace_schema_metadata(None)
+    with pyarrow.ipc.new_stream(sink, plain.schema) as writer:
+        writer.write_table(plain)
     return crc32(sink.getvalue())

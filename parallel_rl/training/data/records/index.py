@@ -26,14 +26,11 @@ Row = Mapping[str, object]
 class Block(Protocol):
     """The rows of one block."""
 
-    def row(self, index: int) -> Row:
-        """Return row `index` of the block."""
+    def row(self, index: int) -> Row: ...
 
-    def rows(self, first: int, last: int) -> Iterator[Row]:
-        """Return rows `first` up to `last`."""
+    def rows(self, first: int, last: int) -> Iterator[Row]: ...
 
-    def __len__(self) -> int:
-        """Return the number of rows."""
+    def __len__(self) -> int: ...
 
 
 class DataFile(Protocol):
@@ -41,11 +38,10 @@ class DataFile(Protocol):
 
     @property
     def path(self) -> Path:
-        """Return its path or name, for messages."""
+        """Return the path or the name, for messages."""
 
     @property
-    def size(self) -> int:
-        """Return its bytes."""
+    def size(self) -> int: ...
 
     @property
     def word(self) -> str:
@@ -57,8 +53,7 @@ class DataFile(Protocol):
     def index(self, number: int, first: int, last: int, step: int) -> Entries:
         """Make the entries of parts `first` up to `last`; `number` is the file's in its source."""
 
-    def read(self, start: int, size: int, crc: int) -> Block:
-        """Read the block of an entry."""
+    def read(self, start: int, size: int, crc: int) -> Block: ...
 
 
 def stretch(total: int) -> int:

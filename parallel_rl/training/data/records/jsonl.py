@@ -37,37 +37,30 @@ class Lines:
         return _object(self._data[first:last])
 
     def rows(self, first: int, last: int) -> Iterator[Row]:
-        """Iterate over lines `first` up to `last`."""
         return (self.row(index) for index in range(first, last))
 
 
 @dataclass(frozen=True)
 class JsonlFile:
-    """One JSON object a line.
-
-    Attributes:
-        path: of the file.
-        size: bytes up to the end of the last line that is not blank, see `size_of`.
-    """
+    """One JSON object a line; `size` ends after the last line that is not blank, see `size_of`."""
 
     path: Path
     size: int
     word = "line"
 
     def units(self, step: int) -> int:
-        """Count the blocks of `step` bytes."""
         return -(-self.size // step)
 
     def index(self, number: int, first: int, last: int, step: int) -> Entries:
         """Make entries of blocks `first` up to `last` by the lines' starts; ValueError if the file changes."""
         blocks: list[tuple[int, int, int, int, int]] = []
-        begun: tuple[int, int, int] | None = None  # start, count and checksum so far of the block that still goes on
+        begun: tuple[int, int, int] | None = None  # start, count and checksum so far of the open block
         with self.path.open("rb") as file:
             file.seek(max(first * step - 1, 0))
             at_start = first == 0 or file.read(1) == b"\n"
             for block in range(first, self.units(step)):
                 chunk = self._chunk(file, block, step)
-                inside = len(chunk) - 1  # a line that begins behind the last byte is the next block's
+                inside = len(chunk) - 1  # a line that begins after the last byte is the next block's
                 begin = 0 if at_start else chunk.find(b"\n", 0, inside) + 1
                 starts = at_start or begin > 0
                 if begun is not None:

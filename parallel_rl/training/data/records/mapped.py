@@ -23,14 +23,12 @@ class MappedRows:
         self._records = records
 
     def row(self, index: int) -> Row:
-        """Return record `index` of the block."""
         record = self._records[index]
         if isinstance(record, ValueError):
             raise record
         return record
 
     def rows(self, first: int, last: int) -> Iterator[Row]:
-        """Iterate over records `first` up to `last`."""
         return (self.row(index) for index in range(first, last))
 
     def __len__(self) -> int:
@@ -39,13 +37,7 @@ class MappedRows:
 
 @dataclass(frozen=True)
 class MappedFile:
-    """A file whose rows are mapped by a function.
-
-    Attributes:
-        file: the rows.
-        function: a row to a record, a list of records, or None to leave the row out.
-        name: of the function, for messages.
-    """
+    """File whose rows `function` maps to a record, a list of records, or None to leave the row out."""
 
     file: DataFile
     function: MapFunction
@@ -54,24 +46,17 @@ class MappedFile:
 
     @property
     def path(self) -> Path:
-        """Return the path of the file."""
         return self.file.path
 
     @property
     def size(self) -> int:
-        """Return the bytes of the file."""
         return self.file.size
 
     def units(self, step: int) -> int:
-        """Count the parts that are indexed one by one."""
         return self.file.units(step)
 
     def index(self, number: int, first: int, last: int, step: int) -> Entries:
-        """Make an entry for each block of the file, with the number of its mapped records.
-
-        Raises:
-            ValueError: a second call of the function returns another record for the first row of a block.
-        """
+        """Index the mapped records of each block; ValueError if two calls map its first row differently."""
         index = self.file.index(number, first, last, step).copy()
         for place, (_, start, size, _, crc) in enumerate(index.tolist()):
             rows = _rows_of(self.file.read(start, size, crc))
@@ -84,7 +69,6 @@ class MappedFile:
         return index
 
     def read(self, start: int, size: int, crc: int) -> MappedRows:
-        """Read and map a block; ValueError as of the file's own `read`."""
         return self._mapped(_rows_of(self.file.read(start, size, crc)))
 
     def _mapped(self, rows: list[Row | ValueError]) -> MappedRows:

@@ -28,11 +28,9 @@ class Table:
         return int(self._table.num_rows)
 
     def row(self, index: int) -> Row:
-        """Return row `index` of the row group."""
         return next(self.rows(index, index + 1))
 
     def rows(self, first: int, last: int) -> Iterator[Row]:
-        """Iterate over rows `first` up to `last`."""
         for row in self._table.slice(first, last - first).to_pylist():
             yield {key: value for key, value in row.items() if value is not None}
 
@@ -61,7 +59,7 @@ class ParquetFile:
             raise ValueError(f"{self.path} cannot be read as Parquet: {error}") from None
         names = metadata.schema.to_arrow_schema().names
         if twice := [name for name in names if names.count(name) > 1]:
-            raise ValueError(f"{self.path}: the column {twice[0]!r} stands twice")
+            raise ValueError(f"{self.path}: the column {twice[0]!r} occurs twice")
         groups = [metadata.row_group(group) for group in range(metadata.num_row_groups)]
         return entries(
             [

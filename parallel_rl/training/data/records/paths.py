@@ -23,14 +23,8 @@ _RANGE = re.compile(r"(\d+)\.\.(\d+)")
 def find_files(patterns: str | Sequence[str] | DatasetSource, name: str) -> tuple[DataFile, ...]:
     """Return the files of `patterns`: by name within a pattern, in order over a list; or a data set.
 
-    A pattern has *, ?, [...] and **, or braces: {a,b} and {000..127}, each of which must exist.
-
-    Args:
-        patterns: one path or pattern, or several.
-        name: the config's key, for messages.
-
-    Raises:
-        ValueError: a missing file, a pattern without a match, a file named twice or of an unknown kind.
+    A pattern has *, ?, [...] and **, or braces: {a,b} and {000..127}, each of which must exist. `name` is the config's
+    key. ValueError for a missing file, a pattern without a match, a file named twice or of an unknown kind.
     """
     if isinstance(patterns, DatasetSource):
         return (HuggingFaceFile(patterns, name),)
@@ -51,7 +45,9 @@ def braces(pattern: str) -> list[str]:
     """Expand the braces of a pattern, {a,b}, {0..3} or {008..012}; ValueError for others and too many."""
     patterns = [pattern]
     while _BRACES.search(patterns[0]):  # all have the same braces
-        patterns = [whole for part in patterns for whole in _first_brace(part, pattern, _MOST_FILES // len(patterns))]
+        patterns = [
+            expanded for part in patterns for expanded in _first_brace(part, pattern, _MOST_FILES // len(patterns))
+        ]
     return patterns
 
 

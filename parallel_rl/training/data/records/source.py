@@ -20,7 +20,6 @@ from parallel_rl.agreement import gather_results
 from parallel_rl.groups import group_rank, group_size
 from parallel_rl.training.data.format import UnfitRecord
 from parallel_rl.training.data.records.index import Block, DataFile, Entries, entries, fingerprint, stretch
-from parallel_rl.training.data.records.paths import find_files
 
 _GOLDEN, _FIRST, _SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 _MASK = (1 << 64) - 1
@@ -36,13 +35,7 @@ def permutation(count: int, *key: int) -> NDArray[np.int64]:
 
 
 class Order:
-    """Endless passes over the records of `index`, each with its own permutation.
-
-    Args:
-        index: of the source's blocks.
-        window: bytes; a reader needs at most one block more.
-        seed: of all passes.
-    """
+    """Endless passes over the records of `index`, each permuted by `seed` in windows of `window` bytes."""
 
     def __init__(self, index: Entries, window: int, seed: int) -> None:
         self._index, self._window, self._seed = index, window, seed
@@ -95,14 +88,8 @@ class Records(Generic[RecordT]):
     """The rows of `files` as `parse` returns them, read on demand.
 
     `records[place]` counts in the order of the files; `stream` shuffles. Above `window` bytes and one block, the least
-    recently used block is dropped.
-
-    Args:
-        files: in order.
-        index: of all their blocks, in order.
-        parse: a row to a record; its ValueError gets the file and the line.
-        window: bytes held, and shuffled at a time.
-        left_out: rows of blocks, ascending, that are no records.
+    recently used block is dropped. `index` has the blocks of all files, in order. `left_out` has, by block, the
+    ascending rows that are no records. A ValueError of `parse` gets the file and the line.
     """
 
     def __init__(
@@ -137,8 +124,7 @@ class Records(Generic[RecordT]):
     def stream(self, indices: Sequence[int], seed: int) -> list[RecordT]:
         """Return records of the endless stream; each shuffled pass, fixed by the seed, has each record once.
 
-        Raises:
-            ValueError: `parse` refuses a row, or a file has changed since it was indexed.
+        ValueError if `parse` refuses a row, or a file has changed since it was indexed.
         """
         order = self._order(seed)
         return [self._record(*order.locate(index)) for index in indices]
@@ -148,9 +134,7 @@ class Records(Generic[RecordT]):
     ) -> Iterator[tuple[int, list[RecordT]]]:
         """Iterate over (place of the first, records) of a block, some at a time.
 
-        Args:
-            block: its number.
-            unfit: gets (block, row, error) of a record that does not fit, and leaves it out; None: the error is raised.
+        `unfit` gets (block, row, error) of a record that does not fit, and leaves it out; None: the error is raised.
         """
         place, held, gone = self.first_of(block), self._block(block), {*self._left_out.get(block, ())}
         for start in range(0, int(self._rows[block]), AT_ONCE):
@@ -170,7 +154,6 @@ class Records(Generic[RecordT]):
             place += len(batch)
 
     def first_of(self, block: int) -> int:
-        """Return the place of a block's first record."""
         return int(self._ends[block]) - int(self.index["count"][block])
 
     def name_of(self, place: int) -> str:
@@ -201,7 +184,6 @@ class Records(Generic[RecordT]):
         )
 
     def _row(self, block: int, place: int) -> int:
-        """Return the row of a block's record."""
         gone = self._left_out.get(block)
         if gone is None:
             return place
@@ -238,26 +220,10 @@ class Records(Generic[RecordT]):
         return held
 
 
-def open_records(
-    patterns: str | Sequence[str],
-    name: str,
-    parse: Callable[[Mapping[str, object]], RecordT],
-    window: int = 1 << 26,
-) -> Records[RecordT]:
-    """Index the files of `patterns`, see `find_files`, without parsing them; every rank calls it.
-
-    Raises:
-        ValueError: files that are missing, empty, damaged, or different between ranks.
-    """
-    files = find_files(patterns, name)
-    return Records(files, index_of(files, name), parse, window)
-
-
 def index_of(files: Sequence[DataFile], name: str) -> Entries:
     """Return the index of all files, equal on every rank; each rank reads a part.
 
-    Raises:
-        ValueError: on every rank: a file is empty, damaged, or differs between ranks.
+    ValueError on every rank if a file is empty, damaged, or differs between ranks.
     """
     rank, size = group_rank(dist.group.WORLD), group_size(dist.group.WORLD)
     parts = gather_results(lambda: (_facts(files), _part(files, rank, size)))
