@@ -231,7 +231,14 @@ def table(
     best = best_peer(results, chosen, objective)
     made = Table(title=title)
     made.add_column("method", no_wrap=True)
-    for column in ("s", "/ fastest peer", "TFLOP/s", "extra MB", "/ lowest-memory peer", "errors: loss, hidden, weight"):
+    for column in (
+        "s",
+        "/ fastest peer",
+        "TFLOP/s",
+        "extra MB",
+        "/ lowest-memory peer",
+        "errors: loss, hidden, weight",
+    ):
         made.add_column(column, justify="right")
     for m in chosen:
         if m.objective is not objective:
