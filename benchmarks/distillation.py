@@ -26,7 +26,7 @@ from benchmarks.report import add_report_options, matmul_rate, report
 from parallel_rl import FullDistillationLossFn, LMHeadInput, count_valid
 from parallel_rl.vocab.linear.plan import LinearMode
 
-MEMORY = 1 / 5  # of the frugalest method with whole logits
+MEMORY = 1 / 5  # of the lowest-memory method with whole logits
 TIME = 1.2  # of the fastest one
 BETA = 0.5
 LIGER = "Liger fused linear JSD"
@@ -165,7 +165,7 @@ def missed(results: dict[str, Figures], chosen: Sequence[Method], objective: Obj
         if time_ratio > TIME:
             lines.append(f"{m.name} takes {time_ratio:.2f} x the time of the fastest with whole logits, over {TIME}")
         if memory_ratio > MEMORY:
-            lines.append(f"{m.name} takes {memory_ratio:.2f} x the memory of the frugalest, over {MEMORY}")
+            lines.append(f"{m.name} takes {memory_ratio:.2f} x the memory of the lowest, over {MEMORY}")
     return lines
 
 

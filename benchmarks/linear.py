@@ -35,7 +35,7 @@ from benchmarks.linear_methods import Method, methods
 from benchmarks.peers import COMPILED, MEGATRON, join_megatron, results_of
 from benchmarks.report import Growth, add_report_options, matmul_rate, report
 
-MEMORY = 1 / 5  # of the frugalest peer's, for in_forward and recompute
+MEMORY = 1 / 5  # of the lowest-memory peer's, for in_forward and recompute
 TIME = {"in_forward": 1.1, "recompute": 1.6}  # of the fastest peer's
 # one H200, M 8192, D 4096, V 131072, bfloat16
 GPU_SECONDS = {"in_forward": 0.038, "resident": 0.038, "recompute": 0.048}
@@ -216,7 +216,7 @@ def missed(results: dict[str, Figures], chosen: Sequence[Method], device: str, *
             if time_ratio > TIME[m.kind]:
                 lines.append(f"{m.name} takes {time_ratio:.2f} x the time of the fastest peer, over {TIME[m.kind]}")
             if memory_ratio > MEMORY:
-                lines.append(f"{m.name} takes {memory_ratio:.2f} x the memory of the frugalest peer, over {MEMORY}")
+                lines.append(f"{m.name} takes {memory_ratio:.2f} x the memory of the lowest-memory peer, over {MEMORY}")
     return lines
 
 
@@ -231,7 +231,14 @@ def table(
     best = best_peer(results, chosen, objective)
     made = Table(title=title)
     made.add_column("method", no_wrap=True)
-    for column in ("s", "/ fastest peer", "TFLOP/s", "extra MB", "/ frugalest peer", "errors: loss, hidden, weight"):
+    for column in (
+        "s",
+        "/ fastest peer",
+        "TFLOP/s",
+        "extra MB",
+        "/ lowest-memory peer",
+        "errors: loss, hidden, weight",
+    ):
         made.add_column(column, justify="right")
     for m in chosen:
         if m.objective is not objective:

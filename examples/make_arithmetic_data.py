@@ -1,7 +1,8 @@
-"""Writes the arithmetic data of configs/data, the same bytes every time: python examples/make_arithmetic_data.py [FOLDER]
+"""Write the arithmetic data of configs/data, the same bytes every time: python examples/make_arithmetic_data.py [FOLDER]
 
-Sums of two numbers below 50, two digits each. The demonstrations of the warm-up come from a careless teacher, who is off by
-one or by ten more often than not: a policy that imitates them knows how sums work and is seldom right; the rest is left to RL.
+Sums of two numbers below 50, two digits each. The demonstrations of the warm-up come from a careless teacher, who is
+usually off by one or by ten. A policy that imitates the teacher knows how sums work and is seldom right. RL teaches
+it the rest.
 """
 
 import argparse

@@ -1,12 +1,12 @@
 """GRPO on Megatron in one file: torchrun --nproc-per-node 4 examples/megatron_grpo.py --tp 2 --cp 2
 
-A tiny GPT learns to repeat the digit that it is shown. Read `train` from top to bottom: prompts, rollouts, rewards, advantages,
-old log-probs, and optimizer steps on packed micro-batches, each in a few lines. One process works too (torchrun
---nproc-per-node 1); the rewards are the same ones on every layout, up to the rounding of sums.
+A tiny GPT learns to repeat the digit in its prompt. Read `train` from top to bottom: prompts, rollouts, rewards,
+advantages, old log-probs, and optimizer steps on packed micro-batches, each in a few lines. One process works too
+(torchrun --nproc-per-node 1). The rewards are the same on every layout, up to the rounding of sums.
 
-It does not: save checkpoints, evaluate, penalise a KL to a reference, keep a cache of keys and values (each token runs the
-whole prefix again), take prompts of different lengths, split the model over pipeline stages, or train in bfloat16.
-`parallel-rl train configs/grpo_arithmetic.yaml` does most of that.
+The example does not save checkpoints, evaluate, penalise a KL to a reference, keep a cache of keys and values (each
+token runs the whole prefix again), take prompts of different lengths, split the model over pipeline stages, or train
+in bfloat16. `parallel-rl train configs/grpo_arithmetic.yaml` does most of this.
 """
 
 import argparse
@@ -36,7 +36,7 @@ def sample(model: torch.nn.Module, prompts: torch.Tensor, ids: torch.Tensor, gro
             logits = m.forward_logits(model, m.padded_input(tokens[:, :place], m.ALONE))
             keys = sample_keys(0, ids, torch.full_like(ids, place))
             tokens[:, place] = sample_tokens(logits[:, -1], keys, group=groups.tensor, vocab_size=VOCAB)
-    dist.broadcast(tokens, group=groups.context, group_src=0)  # they ran the same; now it is certain
+    dist.broadcast(tokens, group=groups.context, group_src=0)  # context ranks sampled the same; make it certain
     return tokens
 
 
@@ -61,7 +61,7 @@ def train(tp: int, cp: int, steps: int, updates: int = 2) -> list[float]:
     groups, device = ParallelGroups.from_megatron(), next(model.parameters()).device
     rewards_of_steps = []
     for step in range(steps):
-        # Prompts: every rank knows those of the step; a data rank samples its share of the rows.
+        # Prompts: every rank has all prompts of the step; a data rank samples its part of the rows.
         digits = torch.randint(0, 10, (PROMPTS,), generator=torch.Generator().manual_seed(step)).to(device)
         rows = torch.arange(PROMPTS * SAMPLES, device=device).tensor_split(groups.dp_size)[groups.dp_rank]
         shown = digits[rows // SAMPLES]
@@ -71,7 +71,7 @@ def train(tp: int, cp: int, steps: int, updates: int = 2) -> list[float]:
         mask = answer_mask(tokens)
         rewards = reward(tokens, mask)
 
-        # Advantages: a reward beside the others of its prompt, which may be on other data ranks.
+        # Advantages: compare a reward with the others of its prompt, which may be on other data ranks.
         group = {"rewards": rewards, "group_ids": rows // SAMPLES, "token_mask": mask}
         advantages = estimate({"name": "grpo", "normalize": "std"}, group, groups).advantages
 

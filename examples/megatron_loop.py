@@ -1,7 +1,7 @@
 """A Megatron loop with a loss of ours, on any layout: torchrun --nproc-per-node 4 examples/megatron_loop.py --tp 2 --cp 2
 
-One process works too: torchrun --nproc-per-node 1 examples/megatron_loop.py. The printed losses are the same for every
---tp and --cp; a further data parallel rank brings sequences of its own.
+One process works too: torchrun --nproc-per-node 1 examples/megatron_loop.py. The printed losses are the same for
+every --tp and --cp. Another data parallel rank adds its own sequences.
 """
 
 import argparse

@@ -1,6 +1,7 @@
-"""Records configs/data/arithmetic_rollouts.jsonl, in float64 and in one process: python examples/record_rollouts.py [FILE]
+"""Record configs/data/arithmetic_rollouts.jsonl, in float64 and in one process: python examples/record_rollouts.py [FILE]
 
-20 steps of 8 prompts × 4 samples by a policy that learns meanwhile. Training on them (`data.rollouts`) needs no sampling.
+The file has 20 steps of 8 prompts × 4 samples by a policy that learns meanwhile. Training on it (`data.rollouts`)
+needs no sampling.
 """
 
 import argparse

@@ -1,8 +1,8 @@
-"""Serves the policy of a config as vLLM and SGLang do: python examples/serve_policy.py [HOST:]PORT CONFIG [overrides]
+"""Serve the policy of a config as vLLM and SGLang do: python examples/serve_policy.py [HOST:]PORT CONFIG [overrides]
 
-POST /v1/completions takes prompts as token ids and gives token ids with their log-probs. Weights come in as from both engines'
-own endpoints (`rl.server.update: vllm` or `sglang`): a Hugging Face folder, loaded between a pause and its end. It is there to
-try `rl.server` without a GPU: one request at a time, no cache.
+Use it to try `rl.server` without a GPU: it serves one request at a time and has no cache. POST /v1/completions takes
+prompts as token ids and returns token ids with their log-probs. It takes weights by the endpoints of both engines
+(`rl.server.update: vllm` or `sglang`): a Hugging Face folder, loaded during a pause.
 
     python examples/serve_policy.py 8000 configs/grpo_from_server.yaml &
     parallel-rl train configs/grpo_from_server.yaml

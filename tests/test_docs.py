@@ -158,6 +158,13 @@ def test_the_examples_of_checkers_run(monkeypatch: pytest.MonkeyPatch, tmp_path:
     assert reward_function("graded").score(["q"], ["7"], ["7"], tokens=[[7, 2]]).fields == [{"weight": [1, 0.9]}]
 
 
+def test_the_example_of_a_reward_with_a_field_runs() -> None:
+    [code] = [block for block in blocks("python") if "register_reward" in block]
+    exec(compile(code, "docs/adding_a_loss.md", "exec"), {})
+    score = reward_function("with_difficulty").score(["q"] * 2, ["17", "9"], ["17", "8"])
+    assert score.fields == [{"difficulty": 0.5}, {"difficulty": 0.25}] and score.rewards.tolist() == [1, 0]
+
+
 def test_the_example_of_a_new_loss_runs(tmp_path: Path) -> None:
     module, _, _, call, *_ = blocks("python")
     [recipe] = blocks("yaml")

@@ -16,19 +16,22 @@ Outcome = Mapping[str, object]
 
 INTRODUCTION = """# Failures and recovery
 
-Made by `make soak` from the outcomes of `tests/slurm/test_faults.py`, which does each of this to real jobs. They run on two of
-the three nodes of a private Slurm cluster on one machine, by `slurm/train.sbatch`, with the trainer on gloo in float32 and a
-checkpoint at each step. The fault happens at a random instant of the run, of the check before it or of its gate. The processes
-are held there until it has reached them.
+This table lists what may happen to a job on a cluster, and how the job recovered when it happened. `make soak` makes
+the table from `tests/slurm/test_faults.py`, which does each of this to real jobs. `slurm/train.sbatch` runs them on
+two of the three nodes of a private Slurm cluster on one machine. The trainer runs on gloo in float32 with a
+checkpoint at each step. The fault happens at a random instant of the run, of the check before the run, or of its
+gate. The test holds the processes at this instant until the fault has reached them.
 
-A case passes if the logs name the culprit and the cause, and the completed run contains each step in `metrics.jsonl` exactly
-once. Its numbers are bit-equal to those of a run without a fault. (At another layout they are within 1e-5; `tests/training`
-holds that.) Seconds are from the fault to the state of the job, other jobs beside it on the same cores.
+A case passes if the logs name the culprit and the cause, and the completed run contains each step in `metrics.jsonl`
+exactly once. Its numbers are bit-equal to those of a run without a fault. (At another layout they are within 1e-5;
+`tests/training` verifies this.) Seconds are from the fault to the state of the job, with other jobs on the same
+cores.
 
-A job that is queued again resumes automatically. After FAILED or CANCELLED the same `sbatch` resumes from the last checkpoint.
+A job that is queued again resumes automatically. After FAILED or CANCELLED submit the same command, and the run
+resumes from its last checkpoint.
 
-`tests/slurm/test_servers.py` does the same to rollout servers beside the trainer (`slurm/with_server.sbatch`): a server is
-killed, twice, and the job is cancelled.
+`tests/slurm/test_servers.py` does the same to rollout servers (`slurm/with_server.sbatch`): it kills a server twice,
+and cancels the job.
 
 | what happens | how it is done | the job is then | after | what its logs say | times |
 |---|---|---|--:|---|--:|

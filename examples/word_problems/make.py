@@ -1,10 +1,10 @@
-"""Makes what `make demo-hf` needs: word problems as GSM8K has them, and a tiny random Qwen3 with a tokenizer trained on them.
+"""Make the files of `make demo-hf`: word problems like GSM8K's, and a tiny random Qwen3 with a tokenizer trained on them.
 
     python examples/word_problems/make.py runs/word_problems
 
-FOLDER/model is what transformers' `save_pretrained` writes: config.json, model.safetensors, tokenizer.json, a chat template.
-FOLDER/{train,held_out,hasty}.jsonl have the columns question and answer; in the last two of three answers are the first number
-of the question, as of someone who did not read on.
+FOLDER/model has the files that transformers' `save_pretrained` writes: config.json, model.safetensors,
+tokenizer.json, a chat template. FOLDER/{train,held_out,hasty}.jsonl have the columns question and answer. In
+hasty.jsonl two of three answers are the first number of the question.
 """
 
 from __future__ import annotations
