@@ -205,7 +205,7 @@ def test_dynamic_sampling_has_an_end() -> None:
     assert made.sample_mask is not None and made.sample_mask.tolist() == [True] * N + [False] * N
     assert made.advantages is not None and not made.advantages[N:].any() and made.advantages[:N].any()
     assert float(metrics["samples"]) == N
-    with pytest.raises(ValueError, match=r"sources\.more gave 0 prompts where 1 were asked for"):
+    with pytest.raises(ValueError, match=r"sources\.more gave 0 prompts; it must give 1"):
         ExperienceMaker(config, replace(SOURCES, more=lambda count: [])).make([1, 10])
 
 

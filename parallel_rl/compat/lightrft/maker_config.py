@@ -18,13 +18,12 @@ class ExperienceConfig(RewardShaping):
     """Options of `ExperienceMaker`; rewards are shaped after the KL and before the advantages.
 
     Attributes:
-        samples_per_prompt: n.
-        dynamic_sampling: which prompts stay, by their raw rewards.
+        samples_per_prompt: n. dynamic_sampling: which prompts stay, by their raw rewards.
         kl_estimator: of the KL to the reference, per token.
         advantages: the estimator; its `kl_coefficient` is the KL controller's initial value.
         weight_clip: multiply advantages by min(P/P', weight_clip), for P' of the step's P prompts with unequal rewards.
         mask_truncated: do not train on truncated responses; their rewards stay in the baselines.
-        failed_samples: what becomes of samples without a finite reward or finite log-probs.
+        failed_samples: treatment of samples without a finite reward or finite log-probs.
         kl_target, kl_horizon: make the coefficient adaptive, see `AdaptiveKLController`; the controller is updated last.
     """
 
