@@ -1,7 +1,6 @@
 """A prefix tree's row in a Megatron model: attention along each path, positions by depth, refused layers.
 
-Keys of a path are gathered from the row by index, so each sequence is ordinary causal attention whose queries are its last
-tokens. A key read by several paths gets the sum of their gradients, in a fixed order.
+Keys of a path are gathered from the row by index: each sequence is causal attention whose queries are its last tokens.
 """
 
 from __future__ import annotations
@@ -37,12 +36,9 @@ class Path(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class TreePlan:
-    """Paths of a context rank's rows.
+    """Paths of a context rank's rows, in their order; rows in no path are padding.
 
-    Attributes:
-        paths: in the order of the rows; rows in no path are padding.
-        keys: the row of each key of each path, among the rows of all context ranks, rank after rank.
-        rows: of this rank.
+    keys: the row of each key of each path, among the rows of all context ranks, rank after rank. rows: of this rank.
     """
 
     paths: tuple[Path, ...]
@@ -59,8 +55,8 @@ def tree_plan(tree: PrefixTree, context: Context, device: torch.device) -> TreeP
     for sequence in tree.order.tolist():
         first, last = int(tree.shared[sequence]), int(tree.lengths[sequence])
         rows = tree.where[sequence, :last]
-        mine = (owner[rows[first:]] == context.rank).nonzero()[:, 0] + first
-        for run in _runs(mine, local[rows[mine]]):
+        places_here = (owner[rows[first:]] == context.rank).nonzero()[:, 0] + first
+        for run in _runs(places_here, local[rows[places_here]]):
             start = int(local[rows[run[0]]])
             paths.append(Path(start, start + len(run), int(run[-1]) + 1))
             keys.append(gathered[rows[: int(run[-1]) + 1]])
@@ -72,10 +68,8 @@ def tree_plan(tree: PrefixTree, context: Context, device: torch.device) -> TreeP
 def tree_attention(query: Tensor, key: Tensor, value: Tensor, plan: TreePlan, scale: float | None) -> Tensor:
     """Attend along the paths of a tree; returns [R, 1, h·d], 0 at padding.
 
-    Args:
-        query: [R, 1, h, d] of this rank's rows.
-        key, value: [cp, R, 1, g, d] of all context ranks; h is a multiple of g.
-        scale: of the logits; None is 1/√d.
+    query: [R, 1, h, d] of this rank's rows. key, value: [cp, R, 1, g, d] of all context ranks; h is a multiple of g. scale: of
+    the logits; None is 1/√d.
     """
     heads, groups, dim = query.shape[2], key.shape[3], key.shape[-1]
     both = torch.cat((key, value), dim=-1).reshape(-1, groups, 2, dim)
@@ -96,7 +90,6 @@ def tree_attention(query: Tensor, key: Tensor, value: Tensor, plan: TreePlan, sc
 
 
 def _expanded(keys: Tensor, heads: int) -> Tensor:
-    """Repeat keys and values [m, g, 2, d] for each query head, [m, h, 2, d]."""
     groups = keys.shape[1]
     return keys if groups == heads else keys.repeat_interleave(heads // groups, dim=1)
 
@@ -181,11 +174,9 @@ def _rotary_at(rotary: torch.nn.Module, depths: Tensor, longest: int) -> Iterato
 
 
 def check_tree_model(models: Sequence[torch.nn.Module], *, trains_heads: bool = False, balances: bool = False) -> None:
-    """Refuse a model whose layers would compute other numbers on a tree's row than on flat rows.
+    """Refuse model chunks whose layers would compute other numbers on a tree's row than on flat rows.
 
-    Args:
-        models: chunks without wrappers.
-        trains_heads: multi-token prediction is trained. balances: layers add their own losses, such as routers.
+    trains_heads: multi-token prediction is trained. balances: layers add their own losses, such as routers.
     """
     config: TransformerConfig = get_model_config(models[0])
     for key, wrong, why in (
