@@ -144,7 +144,7 @@ class GPTLMLoss(nn.Module):
     """Next-token cross-entropy, a mean over labels that are not −100; without any, 0 (the origin: NaN).
 
     `ring_attn_group` ranks hold equal contiguous parts of the sequence and whole `labels`. All return the mean of the ranks'
-    means, with the gradient of their part; each mean lacks the target after its part (Q34). `context_parallel_group` loses none.
+    means, with the gradient of their part; each lacks the target after its part (Q34). `context_parallel_group` lacks none.
     """
 
     def __init__(self, ring_attn_group: ProcessGroup | None = None) -> None:
