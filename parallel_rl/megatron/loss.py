@@ -94,29 +94,24 @@ def megatron_loss_func(
     Each call checks settings, shapes and dtypes on the host. The first three steps of a config (all with
     `set_validation("always")`) also check values, exchange faults within a pipeline stage, and compare the counts with the
     step's data and, under expert parallelism, data ranks' numbers of micro-batches; the host waits for this. In backward they
-    warn of a gradient scaled around the callback. Before gradients are finalized they compare weights, wrapper and the rows of
-    all stages on all ranks: until then `config.finalize_model_grads_func` is a function around yours. Pipeline stages raise a
-    fault of the first micro-batch once as many have begun as stages follow, and any other before gradients are finalized. Under
-    `torch.no_grad()` only the call itself is checked.
-
-    Before each step call `model.zero_grad_buffer()` and `optimizer.zero_grad()`: DDP adds what is left in `grad` to the next
-    gradient. The second and third step warn of it.
+    warn of a gradient scaled around the callback. Before gradients are finalized, in a function around your
+    `config.finalize_model_grads_func`, they compare weights, wrapper and the rows of all stages on all ranks. Pipeline stages
+    raise a fault of the first micro-batch once as many have begun as stages follow, and any other before gradients are
+    finalized. Under `torch.no_grad()` only the call itself is checked. Before each step call `model.zero_grad_buffer()` and
+    `optimizer.zero_grad()`, since DDP adds what is left in `grad` to the next gradient; the second and third step warn of it.
 
     Args:
         loss_fn: any function with the call of `LossFn`; it returns the local loss and its metrics. If it needs statistics
             of the step, pass `functools.partial(loss_fn, statistics=...)`.
-        data: whole, token-aligned tensors of this micro-batch, the same on each pipeline stage; None on a stage without data,
-            such as Megatron-LM's middle stages.
+        data: whole, token-aligned tensors of this micro-batch, the same on each pipeline stage; None on a stage without data.
         global_valid_seqs, global_valid_toks: from `count_valid` over all micro-batches of the step and all data ranks.
-        config: the model's config; `calculate_per_token_loss` and the experts are read from it.
-        num_microbatches: M of the schedule. groups: defaults to `ParallelGroups.from_megatron()`.
+        config: the model's config. num_microbatches: M of the schedule.
         ddp: the model is in Megatron's DDP with `finalize_model_grads_func` set. False: gradients are summed over data ×
             context by `sum_gradients` or by you.
-        head: from `fuse_head`, if the model has one.
+        head: from `fuse_head`, if the model has one. allow_dropout, groups: see `forward_backward`.
         routed: this micro-batch's of `count_routed`; needed with auxiliary losses under calculate_per_token_loss.
         mtp_loss: trains the heads of multi-token prediction, see `forward_backward`; the model's output is then that of
             `forward_logits(model, inputs, mtp=True)`. None: they do not train.
-        allow_dropout: allow the config's dropout, which makes numbers depend on the layout.
 
     Returns:
         logits [B, S/cp, V/tp] → what the schedule expects. Its report holds the unscaled local loss.

@@ -250,7 +250,7 @@ def _check_wrappers(models: Sequence[torch.nn.Module]) -> None:
     if any(is_wrapped != finalized for is_wrapped in wrapped):
         raise ValueError(
             "config.finalize_model_grads_func must be set if, and only if, every model chunk is wrapped in Megatron's data "
-            f"parallelism; it is {'set' if finalized else 'None'}, wrapped: {wrapped}. `wrap_model` sees to both"
+            f"parallelism; it is {'set' if finalized else 'None'}, wrapped: {wrapped}. `wrap_model` does both"
         )
     check_scaling_of_wrappers(models, config)
     if not config.num_moe_experts:
@@ -266,7 +266,7 @@ def _check_wrappers(models: Sequence[torch.nn.Module]) -> None:
             raise ValueError(
                 f"tensor ranks hold replicas of experts (expert_tensor_parallel_size = {config.expert_tensor_parallel_size} of "
                 f"{config.tensor_model_parallel_size}) whose gradients Megatron does not sum over them without expert "
-                "parallelism: their parameters need allreduce = False before DDP is made (`build_model` sees to it)"
+                "parallelism: their parameters need allreduce = False before DDP is made (`build_model` sets it)"
             )
 
 

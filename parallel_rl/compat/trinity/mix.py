@@ -104,18 +104,16 @@ class MixtureLossFn(PolicyLossFn):
         sums: dict[str, Tensor] = {}
         for side, rows in _rows(expert_mask).items():
             batch = dense_batch(logprob, action_mask, step=Step(context_group=within.context_group), rows=rows)
-            sums |= {
-                f"{side}_seqs": count_true(batch, rows).value,
-                f"{side}_toks": count_true(batch, batch.valid).value,
-            }
+            sums[f"{side}_seqs"] = count_true(batch, rows).value
+            sums[f"{side}_toks"] = count_true(batch, batch.valid).value
         return Statistics(sums)
 
 
 @dataclass(eq=False, repr=False)
 class MIXPolicyLossFn(MixtureLossFn):
-    """PPO on the policy's rows and SFT on an expert's (`expert_mask` [B] bool), see `MixtureLossFn`.
+    """PPO on the policy's rows and SFT on an expert's (`expert_mask` [B] bool). Paper: arXiv 2505.17826.
 
-    Metrics: usual/... of `PPOPolicyLossFn`, expert/... of `SFTLossFn` (if the side has a row), loss. Paper: arXiv 2505.17826.
+    Metrics: usual/... of `PPOPolicyLossFn`, expert/... of `SFTLossFn` (if the side has a row), loss.
     """
 
     backend: str = "verl"
@@ -155,8 +153,8 @@ class MIXPolicyLossFn(MixtureLossFn):
 class MIXCHORDPolicyLossFn(MixtureLossFn):
     """MIX with SFT-phi on the expert's rows and μ by the step: warm-up to mu_peak, cosine to mu_valley.
 
-    `step` [B] holds the number of the optimizer step, the same in all rows. A side without a row contributes 0 (Q37: the origin
-    is NaN in the seq-mean modes). Metrics: usual/..., expert/..., loss, mu. Paper: CHORD, arXiv 2508.11408.
+    `step` [B] holds the number of the optimizer step. A side without a row contributes 0 (Q37: the origin is NaN in the
+    seq-mean modes). Metrics: usual/..., expert/..., loss, mu. Paper: CHORD, arXiv 2508.11408.
     """
 
     scheduled = True

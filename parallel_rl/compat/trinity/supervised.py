@@ -36,7 +36,6 @@ class SFTLossFn(PolicyLossFn):
         return loss, reported(metrics, within)
 
     def share(self, batch: TokenBatch) -> tuple[Tensor, dict[str, Metric]]:
-        """Compute the local loss of a batch, and its metrics."""
         loss = scaled(self.loss_fn.compute(batch)[0], batch, self.loss_agg_mode)
         return loss, {self.metric_name: Metric("share", loss)}
 
@@ -51,9 +50,9 @@ class SFTISLossFn(SFTLossFn):
 
 
 class SFTPhiLossFn(SFTLossFn):
-    """SFT weighted by φ(p) = p·(1 − p), −sg[φ(e^l)]·min(l, log cutoff_prob).
+    """SFT weighted by φ(p) = p·(1 − p), −sg[φ(e^l)]·min(l, log cutoff_prob). Paper: arXiv 2508.11408.
 
-    cutoff_prob: in (0, 1]; more likely tokens have no gradient. Metrics: sft_phi_loss. Paper: CHORD, arXiv 2508.11408.
+    cutoff_prob: in (0, 1]; more likely tokens have no gradient. Metrics: sft_phi_loss.
     """
 
     metric_name = "sft_phi_loss"
