@@ -27,8 +27,7 @@ class MixtureLossFn(PolicyLossFn):
 
     The weights w undo the scaling of Trinity's older trainer (Q32): w_u = GA/U with GA = ppo_mini_batch_size //
     ppo_micro_batch_size_per_gpu, or with use_dynamic_bsz E/(B·U), E = ppo_mini_batch_size // ngpus_trainer. U =
-    train_batch_size_usual // ngpus_trainer, at least 1; w_x has train_batch_size_expert. With the counts of the step it needs
-    `statistics`, the reduced result of `collect`.
+    train_batch_size_usual // ngpus_trainer ≥ 1, for w_x of train_batch_size_expert. With counts it needs `collect`'s statistics.
     """
 
     backend: str
@@ -81,9 +80,8 @@ class MixtureLossFn(PolicyLossFn):
         for (side, rows), factor in zip(_rows(expert_mask).items(), (1 - mu, mu), strict=True):
             batch = dense_batch(logprob, action_mask, fields, step.of(side), rows=rows)
             mean, side_metrics = fns[side].share(batch)
-            size = getattr(self, f"train_batch_size_{side}")
-            dynamic = self.use_dynamic_bsz
-            weight = self.experience_per_gpu / (total * size) if dynamic else self.gradient_accumulation / size
+            size, of_gpu = getattr(self, f"train_batch_size_{side}"), self.experience_per_gpu
+            weight = of_gpu / (total * size) if self.use_dynamic_bsz else self.gradient_accumulation / size
             count = batch.counts.seqs * weight
             loss = loss + (factor * mean * count).to(mean.dtype)
             metrics |= {f"{side}/{key}": part._replace(value=part.value * count) for key, part in side_metrics.items()}
