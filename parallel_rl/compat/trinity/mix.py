@@ -27,7 +27,7 @@ class MixtureLossFn(PolicyLossFn):
 
     The weights w undo the scaling of Trinity's older trainer (Q32): w_u = GA/U with GA = ppo_mini_batch_size //
     ppo_micro_batch_size_per_gpu, or with use_dynamic_bsz E/(B·U), E = ppo_mini_batch_size // ngpus_trainer. U =
-    train_batch_size_usual // ngpus_trainer ≥ 1, for w_x of train_batch_size_expert. With counts it needs `collect`'s statistics.
+    train_batch_size_usual // ngpus_trainer ≥ 1, for w_x of train_batch_size_expert. With counts it needs `collect`'s result.
     """
 
     backend: str
