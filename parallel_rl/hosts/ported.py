@@ -24,7 +24,7 @@ _SIZES = {
 }  # fmt: skip
 _OF_EXPERTS = {
     "": "a run needs it with parallel.expert",
-    ".update": "with parallel.expert the evaluation draws from servers that have the trainer's weights",
+    ".update": "with parallel.expert the evaluation samples from servers that have the trainer's weights",
 }
 
 

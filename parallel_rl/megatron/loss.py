@@ -264,7 +264,7 @@ def scaled_loss_func(
     routed: RoutedTokens | None = None,
 ) -> Callable[[Tensor], LossResult]:
     """Make `megatron_loss_func`'s callback from a function: output → this rank's local loss and metrics."""
-    auxiliary = has_auxiliary_loss(config)  # multi-token prediction is in the share, see `add_mtp_loss`
+    auxiliary = has_auxiliary_loss(config)  # multi-token prediction is in the local loss, see `add_mtp_loss`
 
     def loss_func(output: Tensor) -> LossResult:
         with plain_torch():

@@ -132,7 +132,7 @@ def build_config(
         overrides: further fields of TransformerConfig by name.
 
     Raises:
-        ValueError: dropout above 0; experts that drop or draw tokens; FP8 on layers without it; sizes that the layout does
+        ValueError: dropout above 0; experts that drop or sample tokens; FP8 on layers without it; sizes that the layout does
             not divide; an unknown field in `overrides`.
     """
     tp = parallel_state.get_tensor_model_parallel_world_size()
@@ -235,7 +235,7 @@ def layout_dependence(fields: Mapping[str, object], names: Collection[str] = SAM
             return f"{name} = {value} must be {required}: with it the numbers depend on the layout"
     if fields.get("moe_router_load_balancing_type") == "sinkhorn":
         return (
-            "moe_router_load_balancing_type = 'sinkhorn' shares out the tokens that a rank has at a time: with it the numbers "
+            "moe_router_load_balancing_type = 'sinkhorn' balances the tokens that a rank holds at a time: with it the numbers "
             "depend on the layout; use 'aux_loss', 'seq_aux_loss', 'global_aux_loss' or 'none'"
         )
     return ""

@@ -230,7 +230,7 @@ def whole_tensor(parameter: Parameter) -> Tensor:
 
 @torch.no_grad()
 def initialize_weights(models: Sequence[torch.nn.Module], seed: int, vocab_size: int) -> None:
-    """Draw each weight matrix by (seed, `spelled_locally` name): every layout starts from the same model.
+    """Initialize each weight matrix by (seed, `spelled_locally` name): all layouts start from one model.
 
     Normal with the config's `init_method_std`, attention sinks too; projections to the residual stream get std / √(2·layers).
     Biases and vocabulary padding are 0, norms as built.

@@ -116,7 +116,7 @@ class ExperienceMaker(Generic[PromptT]):
                 raise ValueError(f"advantages {estimator.name!r} need {name}; sources.{source} is missing")
         if (self.config.dynamic_sampling is None) != (sources.more is None):
             raise ValueError(
-                "dynamic_sampling and sources.more, which draws the other prompts, go together; one is missing"
+                "dynamic_sampling and sources.more, which gives the other prompts, go together; one is missing"
             )
 
     @torch.no_grad()

@@ -181,7 +181,7 @@ def _overlong(shaping: Reader) -> Tree:
                 shaping.drop(key, "with stop_properly_penalty_coef")
         return {"overlong": {"name": "stop_properly", "coefficient": coefficient}}
     shaping.differ(
-        f"{shaping.where}: its penalty goes on growing beyond the longest response (bounded: false); ours stops"
+        f"{shaping.where}: its penalty keeps growing beyond the longest response (bounded: false); ours stops"
     )
     options["factor"] = 1.0 if options["factor"] is None else options["factor"]
     return {"overlong": {"name": "dapo", "bounded": False, **options}}

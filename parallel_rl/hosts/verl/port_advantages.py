@@ -110,7 +110,7 @@ def overlong(root: Reader) -> Tree:
             section.off(f"with the reward manager {manager!r}, which has no such penalty")
         elif not tree:
             tree = {"overlong": {"name": "dapo", "bounded": False, "max_length": most, **values}}
-            section.differ(f"{section.where}: its penalty goes on growing beyond the longest response (bounded: false)")
+            section.differ(f"{section.where}: its penalty keeps growing beyond the longest response (bounded: false)")
     return tree
 
 
