@@ -104,7 +104,7 @@ def get_cumulative_returns(
 ) -> Tensor | list[Tensor]:
     """Sum discounted rewards from each action on, [B, A] or a list of [n_i]; masked ones count as 0."""
     if isinstance(rewards, list):
-        return [_row(get_cumulative_returns(row[None], None, gamma)) for row in rewards]
+        return [get_cumulative_returns(row[None], None, gamma)[0] for row in rewards]
     masked = _masked(rewards, action_mask)
     return discounted_returns(masked, torch.ones_like(masked), gamma)
 
@@ -122,7 +122,7 @@ def get_advantages_and_returns(
             get_advantages_and_returns(v[None], r[None], None, gamma, lambd)
             for v, r in zip(values, rewards, strict=True)
         ]
-        return [_row(part[0]) for part in parts], [_row(part[1]) for part in parts]
+        return [advantages[0] for advantages, _ in parts], [returns[0] for _, returns in parts]
     values, rewards = _masked(values, action_mask), _masked(rewards, action_mask)
     estimated = gae(rewards, values, torch.ones_like(rewards), gamma, lambd)
     return estimated.advantages, estimated.returns
@@ -130,10 +130,6 @@ def get_advantages_and_returns(
 
 def _masked(x: Tensor, mask: Tensor | None) -> Tensor:
     return x if mask is None else torch.where(mask.bool(), x, 0)
-
-
-def _row(x: Tensor | list[Tensor]) -> Tensor:
-    return x[0]
 
 
 def unpacking_samples(values: Tensor, packed_seqlens: list[int]) -> list[Tensor]:

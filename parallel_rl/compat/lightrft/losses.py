@@ -29,8 +29,7 @@ class PolicyLoss(nn.Module):
 
     As in the origin, use_dapo and high_entropy_token_ratio have no effect (Q14: the library's `PolicyLossConfig` has
     clip-higher and the entropy filter), and `entropy_mask` replaces the action mask, also where it marks padding (Q16). A row
-    without a token counts as 0 (Q13: the origin is NaN). Papers: arXiv 1707.06347 (PPO), 2505.12504 (CPGD), 2506.01939 (entropy
-    mask).
+    without a token counts as 0 (Q13: the origin is NaN). Papers: arXiv 1707.06347, 2505.12504 (CPGD), 2506.01939 (mask).
     """
 
     def __init__(

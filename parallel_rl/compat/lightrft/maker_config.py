@@ -18,8 +18,7 @@ class ExperienceConfig(RewardShaping):
     """Options of `ExperienceMaker`; rewards are shaped after the KL and before the advantages.
 
     Attributes:
-        samples_per_prompt: n. dynamic_sampling: which prompts stay, by their raw rewards.
-        kl_estimator: of the KL to the reference, per token.
+        samples_per_prompt: n. dynamic_sampling: which prompts stay, by their raw rewards. kl_estimator: of each token's KL.
         advantages: the estimator; its `kl_coefficient` is the KL controller's initial value.
         weight_clip: multiply advantages by min(P/P', weight_clip), for P' of the step's P prompts with unequal rewards.
         mask_truncated: do not train on truncated responses; their rewards stay in the baselines.
