@@ -123,7 +123,7 @@ def test_missing_sources(config: dict, message: str) -> None:
         ({"running_minus_mean": True}, "running_minus_mean = True has no effect with running_norm = False"),
         ({"reward_clip": [1, -1]}, r"reward_clip = \[1.0, -1.0\] must be two numbers"),
         ({"weight_clip": 1}, r"weight_clip = 1\.0 must be above 1"),
-        ({"weight_clip": 2, "advantages": "gae"}, r"weight_clip = 2\.0 goes with an estimator by group, not 'gae'"),
+        ({"weight_clip": 2, "advantages": "gae"}, r"weight_clip = 2\.0 needs a grouped estimator, not 'gae'"),
         ({"kl_target": 1}, r"kl_target = 1\.0 needs advantages\.kl_coefficient above 0"),
         ({"kl_horizon": 10}, r"horizon = 10\.0 has no effect without a target"),
         ({"kl_target": 0, "advantages": {"name": "rloo", "kl_coefficient": 1}}, r"target = 0\.0 of an adaptive"),

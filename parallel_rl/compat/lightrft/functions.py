@@ -90,9 +90,7 @@ def create_high_entropy_mask(entropy: Tensor, action_mask: Tensor | None, high_e
         return torch.ones_like(entropy, dtype=torch.float32) if action_mask is None else action_mask.clone()
     mask = torch.ones_like(entropy, dtype=torch.bool) if action_mask is None else action_mask.bool()
     if entropy.dim() != 2 or mask.shape != entropy.shape:
-        raise ValueError(
-            f"entropy and action_mask must be one [B, A], got {list(entropy.shape)} and {list(mask.shape)}"
-        )
+        raise ValueError(f"entropy {list(entropy.shape)} and action_mask {list(mask.shape)} must both be [B, A]")
     valid = mask.sum(1)
     counts = torch.where(valid > 0, (valid.double() * high_entropy_ratio).long().clamp(min=1), 0)
     order = torch.where(mask, entropy, 0).argsort(dim=1, descending=True, stable=True)

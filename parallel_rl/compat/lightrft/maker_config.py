@@ -44,7 +44,7 @@ class ExperienceConfig(RewardShaping):
             raise ValueError(f"weight_clip = {self.weight_clip} must be above 1")
         if self.weight_clip is not None and not self.advantages.grouped:
             raise ValueError(
-                f"weight_clip = {self.weight_clip} goes with an estimator by group, not {self.advantages.name!r}"
+                f"weight_clip = {self.weight_clip} needs a grouped estimator, not {self.advantages.name!r}"
             )
         if "rewards" not in self.advantages.needs:
             for name in ("reward_scale", "overlong", "running_norm", "reward_clip"):
