@@ -49,9 +49,7 @@ class ExperienceConfig(RewardShaping):
         if "rewards" not in self.advantages.needs:
             for name in ("reward_scale", "overlong", "running_norm", "reward_clip"):
                 if getattr(self, name):
-                    raise ValueError(
-                        f"{name} has no effect with advantages {self.advantages.name!r}, which reads no rewards"
-                    )
+                    raise ValueError(f"{name} has no effect: advantages {self.advantages.name!r} read no rewards")
         if self.kl_target is not None and not self.advantages.kl_coefficient:
             raise ValueError(f"kl_target = {self.kl_target} needs advantages.kl_coefficient above 0 to start from")
         if self.failed_samples.timeout is not None:
