@@ -129,7 +129,7 @@ def test_missing_sources(config: dict, message: str) -> None:
         ({"kl_target": 0, "advantages": {"name": "rloo", "kl_coefficient": 1}}, r"target = 0\.0 of an adaptive"),
         (
             {"running_norm": True, "advantages": "gdpo"},
-            "running_norm has no effect with advantages 'gdpo', which reads no reward",
+            "running_norm has no effect: advantages 'gdpo' read no reward",
         ),
         ({"dynamic_sampling": {"low": 1}}, r"low = 1\.0 must be below high = 1\.0"),
         ({"dynamic_sampling": {"max_rounds": 1}}, "max_rounds = 1 must be at least 2"),
