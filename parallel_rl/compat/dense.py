@@ -1,4 +1,4 @@
-"""Log-probs of responses [B, A], as other projects' losses get them, made into the `TokenBatch` of objectives."""
+"""Convert other projects' log-probs of responses [B, A] to the `TokenBatch` that our losses read."""
 
 from __future__ import annotations
 
@@ -38,9 +38,8 @@ def as_count(count: Count, device: torch.device | None = None) -> Tensor:
 class Step:
     """Counts, ranks and statistics of the step, which an origin's call has no arguments for.
 
-    seqs, toks: valid sequences and tokens of the whole optimizer step; None: of this call, over `context_group`.
-    context_group: ranks that each row's tokens are spread over, [B, A/cp] each, all tensors of a call cut alike.
-    statistics: of the whole step, for a loss with `collect`.
+    seqs, toks: valid sequences and tokens of the whole optimizer step; None: of this call, over `context_group`, the ranks that
+    split each row's tokens, [B, A/cp] each, alike in all tensors. statistics: of the whole step, for a loss with `collect`.
     """
 
     seqs: Count | None = None
@@ -57,7 +56,6 @@ class Step:
 
     @property
     def alone(self) -> bool:
-        """Return whether this call of this rank is the whole step, as its origin has it."""
         return self.seqs is None and group_size(self.context_group) == 1
 
     def with_statistics(self) -> Step:
@@ -71,21 +69,19 @@ class Step:
         return self
 
     def of(self, part: str) -> Step:
-        """Return the step of one part of its rows, with its counts from the statistics."""
+        """Restrict the step to the rows of `part`, with their counts from the statistics."""
         if self.statistics is None:
             return self
-        seqs, toks = (self.statistics[f"{part}_{of}"].clamp(min=1) for of in ("seqs", "toks"))
+        seqs, toks = (self.statistics[f"{part}_{unit}"].clamp(min=1) for unit in ("seqs", "toks"))
         return Step(seqs, toks, self.context_group)
 
 
 def token_mean(
     values: Tensor, mask: Tensor, count: Count | None = None, context_group: ProcessGroup | None = None
 ) -> Tensor:
-    """Compute this rank's part of the mean over valid tokens, spread over the context ranks; 0 of none.
+    """Compute this rank's part of the mean over valid tokens of all context ranks; 0 without any.
 
-    Args:
-        values: any shape, NaN or inf where masked. mask: bool, of that shape. count: valid tokens of the step; None: of the
-            call.
+    values may be NaN where masked. count: of the step; None: of the call.
     """
     count = group_sum(mask.sum(), context_group).clamp(min=1) if count is None else count
     total = torch.where(mask, values, 0).sum(dtype=torch.float64) / count
@@ -93,11 +89,7 @@ def token_mean(
 
 
 def row_mean(values: Tensor, count: Count | None = None, context_group: ProcessGroup | None = None) -> Tensor:
-    """Compute the share of a mean over sequences, which all context ranks hold; 0 of none.
-
-    Args:
-        values: any shape. count: their number in the whole step; None: in this call.
-    """
+    """Compute this rank's part of a mean over `count` (None: this call's) sequences, whole on each rank."""
     count = max(values.numel(), 1) if count is None else count
     total = values.sum(dtype=torch.float64) / (count * group_size(context_group))
     return total.to(math_dtype(values.dtype))
@@ -115,12 +107,9 @@ def dense_batch(
     """Build the batch that a loss's `compute` reads.
 
     Args:
-        logprobs: [B, A] of the current policy, with gradient.
-        mask: [B, A] tokens that carry loss, any dtype; None: all.
-        fields: name → [B, A] or [B].
-        step: counts and groups; None: the call is the step.
-        rows: [B] bool, sequences that count; None: all.
-        count_empty: count rows without a token as sequences, if `step` has no count.
+        logprobs: [B, A] of the current policy, with gradient. mask: [B, A] of loss tokens, any dtype; None: all.
+        fields: name → [B, A] or [B]. step: counts and groups; None: the call is the step.
+        rows: [B] bool, sequences that count; None: all. count_empty: rows without a token are sequences if `step` has no count.
 
     Raises:
         ValueError: shapes that differ, log-probs of an integer dtype.
@@ -135,14 +124,16 @@ def dense_batch(
             raise ValueError(f"{name} has shape {list(value.shape)}; the log-probs have {list(logprobs.shape)}")
     data = {**fields, "token_mask": mask, "sample_mask": rows}
     flat = torch.where(mask & rows[:, None], logprobs.to(math_dtype(logprobs.dtype)), 0).flatten()
-    one, needs = torch.ones(()), Requirements(tuple(map(_field, fields, fields.values())), shift=False)
+    unused, needs = torch.ones(()), Requirements(tuple(map(_field, fields, fields.values())), shift=False)
     layout = row_layout(mask, step.context_group)
-    local = LocalBatch(data, layout, ValidCounts(one, one), step.context_group, needs, step.statistics, cut_rows=True)
+    local = LocalBatch(
+        data, layout, ValidCounts(unused, unused), step.context_group, needs, step.statistics, cut_rows=True
+    )
     lengths = local.tokens_per_sequence
     local_counts = (rows if count_empty else lengths > 0).sum().clamp(min=1), lengths.sum().clamp(min=1)
     seqs, toks = (
-        as_count(mine if count is None else count, flat.device)
-        for count, mine in zip((step.seqs, step.toks), local_counts, strict=True)
+        as_count(of_call if count is None else count, flat.device)
+        for count, of_call in zip((step.seqs, step.toks), local_counts, strict=True)
     )
     return TokenBatch(
         replace(local, counts=ValidCounts(seqs, toks)), ModelOutput(TokenStats(flat, None, flat.detach()))

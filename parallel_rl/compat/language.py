@@ -33,11 +33,9 @@ def next_token_loss(
     context_group: ProcessGroup | None = None,
     cp_layout: CPLayout = "zigzag",
 ) -> Tensor:
-    """Compute the share of the mean cross-entropy of the next labels that are not −100; 0 without any.
+    """Compute this rank's part of the mean cross-entropy of next labels that are not −100; 0 without any.
 
-    Args:
-        logits: [..., S/cp, V/tp]. labels: [..., S/cp], cut alike, of the whole vocabulary.
-        toks: valid labels of the whole step; None: of this call, over the context ranks.
+    logits: [..., S/cp, V/tp]. labels: [..., S/cp], split alike. toks: valid labels of the step; None: of this call.
     """
     if not labels.numel():
         return _nothing(logits)
@@ -47,7 +45,7 @@ def next_token_loss(
     layout = SequenceLayout.padded(
         len(labels), width, cp_size=cp, cp_rank=rank, cp_layout=cp_layout, device=labels.device
     )
-    # Whole labels: the last logits of a chunk predict another rank's label.
+    # Gathered, because the last logits of a chunk predict another rank's label.
     labels = layout.unshard(labels.flatten(), context_group, shift=False)
     mask = labels != IGNORE_INDEX
     data = {"input_ids": torch.where(mask, labels, 0), "token_mask": mask, "sample_mask": mask.new_ones(len(mask))}
@@ -59,7 +57,6 @@ def next_token_loss(
 
 
 def _nothing(logits: Tensor) -> Tensor:
-    """Return 0, with a gradient, of logits without a row."""
     return logits.sum(dtype=math_dtype(logits.dtype))
 
 
@@ -82,9 +79,7 @@ class GPTLMLoss(nn.Module):
     ) -> Tensor:
         """Return the loss; with `global_valid_toks` (`count_valid` of the labels' mask) the local loss.
 
-        Args:
-            logits: [..., S/cp, V/tp]. labels: [..., S/cp] token ids aligned with the logits; −100 is ignored.
-            cp_layout: how the sequence is cut over `context_parallel_group`.
+        logits: [..., S/cp, V/tp]. labels: [..., S/cp] token ids aligned with the logits; −100 is ignored.
         """
         return next_token_loss(
             logits, labels, global_valid_toks, vocab_parallel_group, context_parallel_group, cp_layout
@@ -94,10 +89,9 @@ class GPTLMLoss(nn.Module):
 class KDLoss(nn.Module):
     """Cross-entropy of the student under the teacher, −Σ_v p·log q, a mean over labels that are not −100.
 
-    Unlike the KL it includes the teacher's entropy; the gradient is the same. A word that the student excludes (logit −inf)
-    is left out with its teacher mass. Nothing is shifted: the label at t selects the logits at t, but its trainer passes the
-    tokens' own labels, so the first response token is not learned (Q20: the library's `FullDistillationLossFn` shifts).
-    Without a label the loss is 0 (the origin: NaN).
+    An entry that the student excludes (logit −inf) is dropped with its teacher mass. Nothing is shifted: the label at t
+    selects the logits at t. The origin's trainer passes the tokens' own labels, so the first response token is not learned
+    (Q20: the library's `FullDistillationLossFn` shifts). Without a label the loss is 0 (the origin: NaN).
     """
 
     def __init__(self) -> None:
@@ -116,8 +110,7 @@ class KDLoss(nn.Module):
     ) -> Tensor:
         """Return the loss; with `global_valid_toks` (labels of the step that are not −100) the local loss.
 
-        Args:
-            logits, teacher_logits: [..., S/cp, V/tp]; the teacher is a constant. label: [..., S/cp].
+        logits, teacher_logits: [..., S/cp, V/tp]; the teacher is a constant. label: [..., S/cp].
         """
         if not label.numel():
             return _nothing(logits)
@@ -135,13 +128,12 @@ class KDLoss(nn.Module):
 class PRMLoss(nn.Module):
     """Cross-entropy of step rewards, from the logits at (not before) each `placeholder_token_id`.
 
-    Float labels are probabilities of the first of two `reward_token_ids` (the origin: float32 only). Integer labels are token
-    ids: among `reward_token_ids`, which the softmax is then restricted to, or of the whole vocabulary; −100 is ignored.
+    Float labels are probabilities of the first of two `reward_token_ids`. Integer labels are token ids, among
+    `reward_token_ids` if given (the softmax is then restricted to them); −100 is ignored.
 
-    The origin's faults are kept (Q23; the library's `PRMLossFn` has none): a soft label of −100 is not ignored but becomes
-    the target (−100, 101); labels are mapped to classes one reward token after the other, so a reward id below the number of
-    ids can be mapped twice; accuracy counts an ignored place as wrong. Without a placeholder loss and accuracy are 0 (the
-    origin: NaN).
+    The origin's faults are kept (Q23; the library's `PRMLossFn` has none). A soft label of −100 becomes the target (−100, 101).
+    A reward id below the number of ids can be mapped twice. Accuracy counts an ignored place as wrong. Without a placeholder
+    loss and accuracy are 0 (the origin: NaN).
     """
 
     def __init__(self, placeholder_token_id: int, reward_token_ids: list[int] | None = None) -> None:
@@ -160,13 +152,10 @@ class PRMLoss(nn.Module):
         context_parallel_group: ProcessGroup | None = None,
         statistics: Statistics | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """Return the loss, or (loss, accuracy); with `statistics`, `collect`'s reduced result, as shares.
+        """Return the loss, or (loss, accuracy); with `statistics` (`collect`'s, reduced) this rank's parts.
 
-        Args:
-            inputs: [B, S/cp] token ids. logits: [B, S/cp, V/tp]. labels: [B, S/cp].
-
-        Raises:
-            ValueError: soft labels without two reward tokens; a label outside the classes (if values are checked).
+        inputs, labels: [B, S/cp]. logits: [B, S/cp, V/tp]. ValueError for soft labels without two reward tokens, or a label
+        outside the classes (if values are checked).
         """
         places, scored = self._places(inputs, labels)
         counts: dict[str, Tensor] = (
@@ -185,7 +174,7 @@ class PRMLoss(nn.Module):
         return Statistics({"placeholders": places.sum(), "scored": scored.sum()})
 
     def _places(self, inputs: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """Return [T] bool each: placeholders, and those that carry loss."""
+        """Return [T] bool each: placeholders, and those with a label."""
         places = (inputs == self.placeholder_token_id).flatten()
         return places, places if labels.is_floating_point() else places & (labels.flatten() != IGNORE_INDEX)
 
@@ -213,7 +202,6 @@ class PRMLoss(nn.Module):
         return cross_entropy(scores, target), (scores.argmax(1) == target.argmax(1)) & scored
 
     def _target(self, labels: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return [T, K] probabilities of the classes."""
         if labels.is_floating_point():
             return torch.stack([labels.to(dtype), 1 - labels.to(dtype)], 1)
         ids = self.reward_token_ids or []

@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 
 
 def pairs(seqs: Count | None) -> Count | None:
-    """Halve the step's sequences, chosen and rejected, to pairs."""
     return None if seqs is None else as_count(seqs) / 2
 
 
@@ -38,8 +37,7 @@ class PairWiseLoss(nn.Module):
     ) -> Tensor:
         """Return the loss; with `global_valid_seqs` (both rows of each pair count) the local loss.
 
-        Args:
-            chosen_reward, reject_reward: any shape, whole on every context rank. margin: broadcast.
+        chosen_reward, reject_reward: any shape, whole on every context rank. margin: broadcast.
         """
         losses = log_sigmoid(chosen_reward, reject_reward, 0.0 if margin is None else margin)
         return row_mean(losses, pairs(global_valid_seqs), context_parallel_group)
@@ -68,9 +66,7 @@ class DPOLoss(nn.Module):
     """DPO, cDPO with `label_smoothing`, or IPO, a mean over pairs; 0 of none.
 
     IPO takes the caller's sums of log-probs, where its authors take means over tokens (Q17: the library's `DPOLossFn` has
-    both); label_smoothing has no effect on it.
-
-    Papers: arXiv 2305.18290; ericmitchell.ai/cdpo.pdf; 2310.12036.
+    both), and ignores label_smoothing. Papers: arXiv 2305.18290; ericmitchell.ai/cdpo.pdf; 2310.12036.
     """
 
     def __init__(self, beta: float, label_smoothing: float = 0.0, ipo: bool = False) -> None:
@@ -87,11 +83,11 @@ class DPOLoss(nn.Module):
         global_valid_seqs: Count | None = None,
         context_parallel_group: ProcessGroup | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return (loss, chosen_rewards, rejected_rewards); with `global_valid_seqs` the loss is a share.
+        """Return (loss, chosen_rewards, rejected_rewards); with `global_valid_seqs` the local loss.
 
         Args: four [P] log-probs of responses, whole on every context rank. global_valid_seqs: both rows of each pair.
         """
-        # Differences in the origin's order: large log-probs leave the same rounding.
+        # in the origin's order, for the same rounding of large log-probs
         policy, reference = (
             policy_chosen_logps - policy_rejected_logps,
             reference_chosen_logps - reference_rejected_logps,
@@ -125,30 +121,27 @@ class VanillaKTOLoss(nn.Module):
         context_parallel_group: ProcessGroup | None = None,
         statistics: Statistics | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return (loss, chosen_rewards, rejected_rewards); the loss may be a share, see below.
+        """Return (loss, chosen_rewards, rejected_rewards) from [n_c] and [n_r] log-probs of responses.
 
-        Args:
-            policy_chosen_logps, ...: [n_c] and [n_r] log-probs of responses, whole on every context rank.
-            data_parallel_group: gives a share, if every rank has its whole step in this call; as costly as `collect` and
-                `reduce`.
-            statistics: gives a share otherwise; the reduced result of `collect`.
+        All are whole on every context rank. The loss is local with `data_parallel_group`, if every rank has its whole step in
+        this call, or with `statistics`, the reduced result of `collect`.
         """
         log_ratios = (policy_chosen_logps - reference_chosen_logps, policy_rejected_logps - reference_rejected_logps)
         if statistics is None:
             logps = (policy_chosen_logps, policy_rejected_logps, reference_chosen_logps, reference_rejected_logps)
             statistics = self.collect(*logps).reduce(ParallelGroups(data=data_parallel_group))
-        every = [statistics.samples[side].to(log_ratios[0]) for side in ("chosen", "rejected")]
-        there = [~each.isnan() for each in every]
-        # The step's mean with the gradient of this rank's own.
+        of_step = [statistics.samples[side].to(log_ratios[0]) for side in ("chosen", "rejected")]
+        valid = [~ratios.isnan() for ratios in of_step]
+        # the step's mean, with the gradient of this rank's ratios
         means = [
-            straight_through(each.nansum(), mine.sum()) / where.sum().clamp(min=1)
-            for each, mine, where in zip(every, log_ratios, there, strict=True)
+            straight_through(ratios.nansum(), local.sum()) / mask.sum().clamp(min=1)
+            for ratios, local, mask in zip(of_step, log_ratios, valid, strict=True)
         ]
-        chosen_kl, rejected_kl = (each.clamp(min=0) for each in means)
-        all_good, all_bad = (torch.ones_like(each, dtype=torch.bool) for each in log_ratios)
+        chosen_kl, rejected_kl = (mean.clamp(min=0) for mean in means)
+        all_good, all_bad = (torch.ones_like(ratios, dtype=torch.bool) for ratios in log_ratios)
         direct = self._sum(log_ratios[0], log_ratios[1], all_good, all_bad, chosen_kl.detach(), rejected_kl.detach())
-        through_means = self._sum(every[0], every[1], there[0], there[1], chosen_kl, rejected_kl)
-        count = (there[0].sum() + there[1].sum()).clamp(min=1)
+        through_means = self._sum(of_step[0], of_step[1], valid[0], valid[1], chosen_kl, rejected_kl)
+        count = (valid[0].sum() + valid[1].sum()).clamp(min=1)
         loss = row_mean(straight_through(direct, direct + through_means), count, context_parallel_group)
         return loss, self.beta * log_ratios[0].detach(), self.beta * log_ratios[1].detach()
 
@@ -164,9 +157,9 @@ class VanillaKTOLoss(nn.Module):
     ) -> Statistics:
         """Collect this rank's log-ratios of the step; `+` joins micro-batches, then `reduce`."""
         ratios = (policy_chosen_logps - reference_chosen_logps, policy_rejected_logps - reference_rejected_logps)
-        rows = max(len(each) for each in ratios)
-        mine = group_rank(context_parallel_group) == 0
-        samples = [pad(each if mine else each * torch.nan, (0, rows - len(each)), value=torch.nan) for each in ratios]
+        rows = max(map(len, ratios))
+        counts = group_rank(context_parallel_group) == 0
+        samples = [pad(side if counts else side * torch.nan, (0, rows - len(side)), value=torch.nan) for side in ratios]
         return Statistics({}, dict(zip(("chosen", "rejected"), samples, strict=True)))
 
     def _sum(
@@ -181,12 +174,10 @@ class VanillaKTOLoss(nn.Module):
 class KTOLoss(nn.Module):
     """KTO of desirable and undesirable responses in any numbers, a mean over both; 0 of none.
 
-    The baseline z₀ = max(0, mean log-ratio of the KL samples) is a constant. As in the origin, under torch.distributed it is
-    the mean of the own means of the default group's ranks, whatever their sizes, and the loss a mean over this rank's rows
-    (Q18); a rank without KL samples counts as 0 (the origin: NaN everywhere). With `statistics` or `data_parallel_group` both
-    are means over the whole step.
-
-    Papers: arXiv 2402.01306.
+    The baseline z₀ = max(0, mean log-ratio of the KL samples) is a constant. With `statistics` or `data_parallel_group` both
+    means are over the whole step. Otherwise, as in the origin (Q18), z₀ is the mean of the default group's rank means, whatever
+    their sizes, and the loss a mean over this rank's rows; a rank without KL samples counts as 0 (the origin: NaN everywhere).
+    Paper: arXiv 2402.01306.
     """
 
     def __init__(
@@ -251,8 +242,8 @@ class KTOLoss(nn.Module):
     ) -> Statistics:
         """Collect this rank's part of the step's statistics; `+` joins micro-batches, then `reduce`."""
         rows, ratios = len(policy_chosen_logps) + len(policy_rejected_logps), policy_KL_logps - reference_KL_logps
-        return self._collected(rows, ratios, mine=group_rank(context_parallel_group) == 0)
+        return self._collected(rows, ratios, counts=group_rank(context_parallel_group) == 0)
 
-    def _collected(self, rows: int, kl_ratios: Tensor, mine: bool = True) -> Statistics:
+    def _collected(self, rows: int, kl_ratios: Tensor, counts: bool = True) -> Statistics:
         sums: dict[str, Count] = {"rows": rows, "kl_rows": len(kl_ratios), "kl_sum": kl_ratios.sum(dtype=torch.float64)}
-        return Statistics({name: as_count(value, kl_ratios.device) * mine for name, value in sums.items()})
+        return Statistics({name: as_count(value, kl_ratios.device) * counts for name, value in sums.items()})

@@ -22,15 +22,12 @@ if TYPE_CHECKING:
 
 
 def check_fits(host: str, loss_fn: object, fields: Collection[str], *, entropy: bool = False) -> None:
-    """Refuse a loss that reads more than the log-probs and the fields that a host hands over.
+    """Refuse a loss that reads more than a host hands over, or an object that is no loss.
 
     >>> from parallel_rl import DPOLossFn
     >>> check_fits("verl", DPOLossFn(), ("advantages", "prev_logprobs"))
     Traceback (most recent call last):
     ValueError: DPOLossFn reads reference_policy_logprobs, which verl does not hand over; it has advantages, prev_logprobs
-
-    Raises:
-        ValueError: such a loss; an argument that is no loss, e.g. its class or a recipe's name.
     """
     if not isinstance(loss_fn, LossFn):
         got = f"the class {loss_fn.__name__}" if isinstance(loss_fn, type) else brief(loss_fn)
@@ -55,7 +52,7 @@ def check_fits(host: str, loss_fn: object, fields: Collection[str], *, entropy: 
 
 
 def check_learns(host: str, loss_fn: LossFn) -> None:
-    """Raises ValueError for a loss that ignores the advantages, in a host that trains by them."""
+    """Refuse a loss that ignores the advantages, in a host that trains by them."""
     if "advantages" not in loss_fn.requirements.names:
         raise ValueError(
             f"{type(loss_fn).__name__} does not read the advantages, so that {host} would train without its rewards; take a "
@@ -103,35 +100,29 @@ def check_settings(host: str, loss_fn: LossFn, config: object, settings: Sequenc
         )
 
 
-def losses_of(recipes: Sequence[str], **left: object) -> Iterator[tuple[str, LossFn]]:
-    """Yield (name in a host's registry, loss) of each recipe; `left`: policy options set for the host.
+def losses_of(recipes: Sequence[str], **options: object) -> Iterator[tuple[str, LossFn]]:
+    """Yield (name in a host's registry, loss) of each recipe, with policy `options` replaced.
 
     >>> [name for name, _ in losses_of(["dapo"], kl=None)]
     ['parallel_rl:dapo']
-
-    Raises:
-        ValueError: an unknown recipe.
     """
     from parallel_rl.recipes import find_recipe, load_recipe
 
     for recipe in recipes:
         loss_class, config = load_recipe(recipe)
         if isinstance(config, PolicyLossConfig):
-            config = replace(config, **left)  # type: ignore[arg-type]
+            config = replace(config, **options)  # type: ignore[arg-type]
         yield f"parallel_rl:{find_recipe(recipe).stem}", loss_class(config)
 
 
 def divided_by(loss_fn: LossFn) -> dict[str, str | None]:
-    """Map each metric to the count that divides it, see `Metrics.divided_by`, before any call.
+    """Map each metric to its divisor, see `Metrics.divided_by`; ValueError if log-probs are not enough.
 
     >>> from parallel_rl import NLLLoss
     >>> divided_by(NLLLoss({"aggregation": "seq-mean-token-mean"}))["loss"]
     'sequences'
-
-    Raises:
-        ValueError: a loss that is not called on log-probs alone.
     """
-    return _tried(loss_fn, 2, 4)[1].divided_by
+    return _trial(loss_fn, 2, 4)[1].divided_by
 
 
 def unit_of(loss_fn: LossFn) -> str | None:
@@ -142,13 +133,13 @@ def unit_of(loss_fn: LossFn) -> str | None:
     'sequences'
     """
     # off policy a correction may drop all, on policy a KL is 0
-    apart = 1.0 if float(_tried(loss_fn, 2, 4)[0]) else 0.0
-    loss, *others = (float(_tried(loss_fn, *counts, apart)[0]) for counts in ((2, 4), (4, 4), (2, 8)))
+    apart = 1.0 if float(_trial(loss_fn, 2, 4)[0]) else 0.0
+    loss, *others = (float(_trial(loss_fn, *counts, apart)[0]) for counts in ((2, 4), (4, 4), (2, 8)))
     halved = [abs(other - loss / 2) <= 1e-6 * abs(loss) for other in others]
     return None if halved[0] == halved[1] else "sequences" if halved[0] else "tokens"
 
 
-def _tried(loss_fn: LossFn, seqs: int, toks: int, apart: float = 1.0) -> tuple[Tensor, Metrics]:
+def _trial(loss_fn: LossFn, seqs: int, toks: int, apart: float = 1.0) -> tuple[Tensor, Metrics]:
     """Compute the loss of two rows of two tokens; with `apart` 0 recorded log-probs are the policy's."""
     g = torch.Generator().manual_seed(0)
     data: dict[str, Tensor] = {"token_mask": torch.tensor([[0, 1, 1], [0, 1, 1]])}
@@ -168,7 +159,7 @@ def _tried(loss_fn: LossFn, seqs: int, toks: int, apart: float = 1.0) -> tuple[T
 
 
 def scales_with_advantages(loss_fn: LossFn) -> bool:
-    """Return whether w ≥ 0 on a token's advantage scales its loss by w: so advantages can carry weights.
+    """Return whether scaling a token's advantage by w ≥ 0 scales its loss by w.
 
     >>> from parallel_rl import PolicyLossFn
     >>> scales_with_advantages(PolicyLossFn({"surrogate": {"name": "topr", "advantage_threshold": 0.5}}))

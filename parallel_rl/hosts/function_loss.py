@@ -1,7 +1,4 @@
-"""A function with the call of `LossFn` as a loss, and a host's loss on whole rows' log-probs as one.
-
-Each framework's adapter states what its host multiplies.
-"""
+"""Losses of other frameworks as a `FunctionLoss`: with the call of `LossFn`, or on whole rows' log-probs."""
 
 from __future__ import annotations
 
@@ -40,9 +37,9 @@ class FunctionLoss:
     'doubled'
 
     Attributes:
-        call: it may return the loss alone, or the loss and a mapping of metrics, numbers that are summed over ranks.
+        call: returns the loss, alone or with a mapping of metrics, numbers that are summed over ranks.
         fields: of the data, in addition to input_ids, token_mask and sample_mask.
-        axes: that it can be run on; the call tells nothing of a contiguous context layout, packing and padding columns.
+        axes: supported axes; the call knows no contiguous context layout, packing or padding columns.
 
     Raises:
         ValueError: a function that does not take these arguments, such as an objective that is not registered.
@@ -118,8 +115,7 @@ RowsLoss = Callable[[Tensor, Tensor, Mapping[str, Tensor], Tensor, Tensor], Tens
 def on_rows(loss: RowsLoss, fields: tuple[str, ...] = ()) -> FunctionLoss:
     """Adapt a loss on whole rows' log-probs: (logprobs, mask, data, valid_seqs, valid_toks) → loss.
 
-    `logprobs` [B, S] are token-aligned, 0 and without gradient where `mask` is False. Only data ranks and micro-batches are
-    checked.
+    `logprobs` [B, S] are token-aligned, 0 and without gradient where `mask` is False. Its axes are `ROWS`.
 
     >>> on_rows(lambda logprobs, mask, data, seqs, toks: -logprobs.sum() / toks).axes == ROWS
     True
@@ -133,7 +129,7 @@ def on_rows(loss: RowsLoss, fields: tuple[str, ...] = ()) -> FunctionLoss:
 
 
 def named(loss: object, run: Callable[..., Tensor | tuple[Tensor, Mapping]], fields: tuple[str, ...]) -> FunctionLoss:
-    """Wrap `run`, of logits, data and counts, in a loss's call and another function's name."""
+    """Wrap `run` (logits, data, counts) in a loss's call, under the name of `loss`."""
 
     def call(
         logits: Tensor, data: Mapping[str, Tensor], seqs: Tensor, toks: Tensor,

@@ -25,13 +25,9 @@ _OFF = (None, False, "none", "disabled")
 
 @dataclass(frozen=True)
 class Fate:
-    """Fate of a key.
+    """Fate of a key: its kind (of `KINDS`), our dotted key if there is one, and the reason if needed.
 
-    Attributes:
-        kind: one of `KINDS`.
-        ours: our dotted key, if there is one.
-        why: the reason, if the kind does not say it.
-        off: of an unsupported key or one of yours, the value (as text) that means what this trainer does anyway.
+    `off`: of an unsupported key or one of yours, the value (as text) that means what this trainer does anyway.
     """
 
     kind: str
@@ -59,11 +55,9 @@ class Row:
 
 @dataclass(frozen=True)
 class Table:
-    """Fates of unread keys by dotted prefix; "*.name" matches a key of that name in any section.
+    """Fates of unread keys by dotted prefix, the longest match first; "*.name" is a key of any section.
 
-    Attributes:
-        fates: by prefix; the longest match wins.
-        like: sections with another section's keys, and why they cannot differ.
+    `like`: sections with another section's keys, and why they cannot differ.
     """
 
     fates: Mapping[str, Fate]
@@ -84,7 +78,6 @@ class Table:
         return Table(fates, like)
 
     def find(self, path: str) -> tuple[str, Fate] | None:
-        """Find the longest prefix of a key that has a fate, and that fate."""
         parts = path.split(".")
         ends = range(len(parts), 0, -1)
         names = [(end, ".".join(parts[:end])) for end in ends] + [(end, f"*.{parts[end - 1]}") for end in ends]
@@ -93,12 +86,7 @@ class Table:
 
 @dataclass
 class Ledger:
-    """Fates of read keys and of disabled sections; both override the table.
-
-    Attributes:
-        read: by dotted key; "carried" is confirmed when our config is complete.
-        off: why all known keys of a section have no effect.
-    """
+    """Fates of read keys and reasons of disabled sections; both override the table."""
 
     read: dict[str, Fate] = field(default_factory=dict)
     off: dict[str, str] = field(default_factory=dict)
@@ -146,12 +134,12 @@ class _Account:
         if row is not None:
             return self._of_table(*row, value)
         if alias is not None:
-            other = _at(self.config, alias[0])
-            if other == value:
+            other_value = _at(self.config, alias[0])
+            if other_value == value:
                 return Fate("equal", why=f"as {alias[0]}")
-            there = self.table.find(alias[0])
-            if there is not None and there[1].kind in ("no_effect", "equal"):
-                return there[1]
+            other_row = self.table.find(alias[0])
+            if other_row is not None and other_row[1].kind in ("no_effect", "equal"):
+                return other_row[1]
             return Fate("no_effect" if value in ({}, [], None) else "unsupported", why=alias[1])
         return Fate("no_effect", why="empty")
 
@@ -172,11 +160,9 @@ class _Account:
         return None
 
     def _is_section(self, path: str) -> bool:
-        """Return whether known keys lie below, so that a leaf there is an empty section."""
         return any(key.startswith(f"{path}.") for key in (*self.ledger.read, *self.table.fates))
 
     def unknown_at(self, path: str) -> str:
-        """Find the highest unknown section above an unknown key."""
         parts = path.split(".")
         prefixes = (".".join(parts[:end]) for end in range(1, len(parts) + 1))
         return next((prefix for prefix in prefixes if not self.knows(prefix)), path)
@@ -222,7 +208,6 @@ def holds(tree: Mapping[str, object], path: str) -> bool:
 
 
 def lacks(tree: Mapping[str, object], path: str) -> bool:
-    """Return whether a dotted key is missing or null."""
     return _at(tree, path) in (_MISSING, None)
 
 
@@ -268,7 +253,6 @@ def _collapsed(path: str, value: object, account: _Account) -> list[Row]:
 
 
 def summary(rows: tuple[Row, ...]) -> str:
-    """Count the keys of each kind."""
     counts: Counter[str] = Counter()
     for row in rows:
         counts[row.kind] += row.keys if row.key else 0

@@ -1,4 +1,4 @@
-"""Result of a port: our config, and remarks."""
+"""Conversion of a config: a reader that records every key, and the result with its remarks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from parallel_rl.hosts.port_report import NEEDED, Fate, Ledger, Row, Table, hold
 
 Tree = dict[str, object]
 
-# options of dynamic sampling
 OF_DIFFERENT_REWARDS = (
     "{} keeps prompts whose rewards differ; ours those with a mean reward between low = 0 and high = 1: set both to the least "
     "and the largest reward"
@@ -25,7 +24,7 @@ _SIZES = {
 }  # fmt: skip
 _OF_EXPERTS = {
     "": "a run needs it with parallel.expert",
-    ".update": "with parallel.expert the evaluation draws from servers that have the trainer's weights",
+    ".update": "with parallel.expert the evaluation samples from servers that have the trainer's weights",
 }
 
 
@@ -37,12 +36,10 @@ class Ported:
     ['unknown   actor.clip: not read by this port']
 
     Attributes:
-        framework: whose config it was.
-        config: our keys; what is missing there (run, data, tokenizer, reward) has no counterpart in the other's file.
+        framework, config: whose config it was, and our keys.
         dropped: options without effect in the other's config, and why.
-        differs: where our default is another than the value that the other's config means, and what that does to the gradient.
-        left: options whose counterpart this trainer lacks.
-        unknown: keys that the other framework's release, as it was read, does not have.
+        differs: defaults of the other framework that are not ours, with the effect on the gradient.
+        left: options whose counterpart this trainer lacks. unknown: keys that this port does not know.
         rows: the fate of each key, these remarks included.
     """
 
@@ -66,12 +63,9 @@ class Ported:
 
 @dataclass
 class Reader:
-    """Reader of one section of another framework's config; records each key read.
+    """Reader of one section (dotted path `where`) of another framework's config; records each key read.
 
-    Attributes:
-        where: dotted path of the section.
-        said: remarks by kind, shared by all sections.
-        ledger: the fate of each key, shared by all sections.
+    `said` (remarks by kind) and `ledger` (fates of keys) are shared by all sections.
     """
 
     where: str
@@ -86,7 +80,6 @@ class Reader:
         return self.section.get(key, default)
 
     def flag(self, key: str, ours: str = "") -> bool:
-        """Return a boolean key, by default false."""
         return bool(self.get(key, False, ours))
 
     def below(self, key: str) -> Reader:
@@ -100,15 +93,12 @@ class Reader:
         return f"{self.where}.{key}" if self.where else key
 
     def note(self, key: str, kind: str, ours: str = "", why: str = "") -> None:
-        """Record the fate of a key; see `report.KINDS`."""
         self.ledger.read[self.path(key)] = Fate(kind, ours, why)
 
     def off(self, why: str) -> None:
-        """Record that no key of this section has an effect."""
         self.ledger.off[self.where] = why
 
     def drop(self, key: str, why: str) -> None:
-        """Remark that an option has no effect."""
         self.note(key, "no_effect", why=why)
         self.said["dropped"].append(f"{self.path(key)} = {self.section.get(key)!r} has no effect {why}")
 
@@ -122,7 +112,6 @@ class Reader:
 
 
 def reader_of(config: Mapping[str, object]) -> Reader:
-    """Return the reader of a whole config."""
     return Reader("", config, {"dropped": [], "differs": [], "left": []})
 
 
@@ -149,18 +138,18 @@ def _uneven(ours: Tree, ranks: int) -> tuple[Row, ...]:
     if not ranks or not isinstance(section, dict) or not isinstance(layout, dict):
         return ()
     sizes = {"expert_tensor": layout.get("tensor", 1), **layout}
-    whole, experts = (
+    dense, experts = (
         {name: sizes.get(name, 1) for name in names}
         for names in (("tensor", "context", "pipeline"), ("expert_tensor", "expert", "pipeline"))
     )
-    if not all(isinstance(size, int) for size in (*whole.values(), *experts.values())):
+    if not all(isinstance(size, int) for size in (*dense.values(), *experts.values())):
         return ()
-    for names in (whole, experts) if "expert" in layout else (whole,):
+    for names in (dense, experts) if "expert" in layout else (dense,):
         unit = math.prod(names.values())
         if ranks % unit:
             why = f"the cluster's {ranks} ranks are no multiple of {' × '.join(names)} = {unit}"
             return (Row("", None, "yours", "parallel", why),)
-    key, data = _SIZES[objective][0], ranks // math.prod(whole.values())
+    key, data = _SIZES[objective][0], ranks // math.prod(dense.values())
     size, updates = section.get(key) or 0, section.get("updates", 1)
     if not isinstance(size, int) or not isinstance(updates, int):  # such as a reference to the environment
         return ()
@@ -176,12 +165,12 @@ def _needs(ours: Tree) -> list[str]:
     objective = next((name for name in _SIZES if name in ours), None)
     if objective is None:
         return []
-    drawn = objective == "rl" or holds(ours, "distillation.rows")
-    source = {"preference": "pairs", "sft": "examples"}.get(objective, "train" if drawn else "examples")
+    samples = objective == "rl" or holds(ours, "distillation.rows")
+    source = {"preference": "pairs", "sft": "examples"}.get(objective, "train" if samples else "examples")
     needs = ["run.dir", "tokenizer.hf", "model.hf", f"data.{source}"]
     needs += [f"{objective}.{key}" for key in ("steps", "optimizer.lr", *_SIZES[objective])]
     needs += ["data.held_out"] if "evaluation" in ours else []
-    if drawn and holds(ours, "parallel.expert"):
+    if samples and holds(ours, "parallel.expert"):
         needs += [f"{objective}.server"] + ([f"{objective}.server.update"] if "evaluation" in ours else [])
     return needs
 
@@ -275,5 +264,5 @@ def optimizer(section: Reader, ours: str, names: Mapping[str, str]) -> Tree:
 
 def cosine(least: float, rate: object) -> Tree:
     """Return a cosine schedule that ends at the rate `least`."""
-    share = least / rate if isinstance(rate, int | float) and rate else 0.0
-    return {"schedule": "cosine", "final_fraction": min(max(share, 0.0), 1.0)}
+    fraction = least / rate if isinstance(rate, int | float) and rate else 0.0
+    return {"schedule": "cosine", "final_fraction": min(max(fraction, 0.0), 1.0)}

@@ -10,9 +10,8 @@ from typing import NamedTuple
 class Framework(NamedTuple):
     """Modules of a framework below `parallel_rl.hosts`, imported on first use, as they load torch.
 
-    Attributes:
-        law: has `through(loss_fn)`, a loss of this library in the framework's call, as a subject of the law.
-        port: has `SECTIONS`, `recognises(config)` and `convert(config)`; None if configs are not ported.
+    law: has `through(loss_fn)`. port: has `SECTIONS`, `recognises(config)` and `convert(config)`; None if configs are not
+    ported.
     """
 
     law: str

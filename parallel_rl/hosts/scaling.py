@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def averaged(share: Tensor, ranks: int, micro_batches: int = 1) -> Tensor:
-    """Multiply a share by the ranks and micro-batches that a host (DDP, FSDP) averages over, each ≥ 1.
+    """Multiply a local loss by the ranks and micro-batches that a host (DDP, FSDP) averages over.
 
     >>> averaged(torch.tensor(0.25), ranks=2, micro_batches=4).item()
     2.0
@@ -28,7 +28,7 @@ def averaged(share: Tensor, ranks: int, micro_batches: int = 1) -> Tensor:
 
 
 def whole_over_context(share: Tensor, group: ProcessGroup | None) -> Tensor:
-    """Sum shares over context ranks, for a host that logs the whole; the gradient stays the share's.
+    """Sum local losses over context ranks, for a host that logs the sum; the gradient stays local.
 
     >>> whole_over_context(torch.tensor(0.25), None).item()
     0.25
@@ -51,16 +51,13 @@ def floats(metrics: Metrics) -> dict[str, float]:
 def numerator_denominator(metrics: Metrics, calls: int) -> dict[str, Tensor]:
     """Map name → [numerator, denominator], which a host (Megatron-LM) sums over all calls, then divides.
 
-    A share or count gets `calls` times its value over 1, so that the quotient is its sum. Extrema and squared ratios have no
-    such form and are left out.
+    `calls`: micro-batches × data ranks × context ranks, at least 1. A share or count is `calls` times its value over 1, so the
+    quotient is its sum. Extrema and squared ratios have no such form and are left out.
 
     >>> from parallel_rl.metrics import Metric, Metrics
     >>> pair = numerator_denominator(Metrics({"loss": Metric("share", torch.tensor(0.5))}), calls=4)["loss"]
     >>> pair.tolist()
     [2.0, 1.0]
-
-    Args:
-        calls: micro-batches × data ranks × context ranks, at least 1.
     """
     if calls < 1:
         raise ValueError(f"calls = {calls} must be at least 1")

@@ -43,10 +43,8 @@ _FIELDS = ("advantages", "prev_logprobs", "generation_logprobs")
 def register(*recipes: str) -> list[str]:
     """Register recipes' losses in SkyRL and return the names, for `trainer.algorithm.policy_loss_type`.
 
-    Averaging is left to SkyRL's loss_reduction, KL and entropy bonus to use_kl_loss and use_entropy_loss.
-
-    Raises:
-        ValueError: an unknown recipe, one that SkyRL cannot feed; no SkyRL with a registry of policy losses.
+    Averaging is left to SkyRL's loss_reduction, KL and entropy bonus to use_kl_loss and use_entropy_loss. ValueError for a loss
+    that SkyRL cannot feed, or a missing registry.
     """
     try:
         host = importlib.import_module("skyrl.backends.skyrl_train.utils.ppo_utils").PolicyLossRegistry
@@ -93,8 +91,8 @@ def policy_loss(loss_fn: LossFn) -> Callable[..., tuple[Tensor, dict[str, float]
         loss_mask: Tensor | None = None,
         rollout_logprobs: Tensor | None = None,
     ) -> tuple[Tensor, dict[str, float]]:
-        name_of = loss_fn.policy.surrogate.name
-        check_settings("SkyRL", loss_fn, config, _OF_SURROGATES.get(name_of, _CLIPS))
+        surrogate = loss_fn.policy.surrogate.name
+        check_settings("SkyRL", loss_fn, config, _OF_SURROGATES.get(surrogate, _CLIPS))
         _check_correction(config)
         mask = torch.ones_like(log_probs, dtype=torch.int64) if loss_mask is None else loss_mask
         values = {"advantages": advantages, "prev_logprobs": old_log_probs, "generation_logprobs": rollout_logprobs}
@@ -102,9 +100,9 @@ def policy_loss(loss_fn: LossFn) -> Callable[..., tuple[Tensor, dict[str, float]
         lacking = [field for field in loss_fn.requirements.names if field not in fields]
         if lacking:
             raise ValueError(f"{name} reads {', '.join(lacking)}, which this step of SkyRL does not have")
-        one = torch.ones((), device=log_probs.device)
+        unit = torch.ones((), device=log_probs.device)
         loss, metrics = loss_fn.from_logprobs(
-            log_probs, data={"response_mask": mask, **fields}, global_valid_seqs=one, global_valid_toks=one
+            log_probs, data={"response_mask": mask, **fields}, global_valid_seqs=unit, global_valid_toks=unit
         )
         tokens = (mask != 0).sum().clamp(min=1)
         means = {
@@ -130,8 +128,8 @@ def _check_correction(config: object) -> None:
 def skyrl(policy_loss: Callable[..., tuple], config: object = None) -> FunctionLoss:
     """Adapt a SkyRL policy loss: (log_probs, old_log_probs, advantages, config, mask, ...) → (loss, ...).
 
-    The advantages come divided by the step's tokens, as SkyRL's loss_reduction "token_mean" has it. SkyRL multiplies by
-    micro-batches and data ranks, DDP and Megatron divide by them; both are left out here.
+    The advantages are divided by the step's tokens, as for loss_reduction "token_mean". SkyRL multiplies by micro-batches and
+    data ranks, DDP and Megatron divide by them; both are left out here.
 
     >>> skyrl(lambda new, old, advantages, config, mask, rollout: (-(advantages * new * mask).sum(), {})).fields
     ('advantages', 'prev_logprobs')

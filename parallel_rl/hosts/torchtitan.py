@@ -22,7 +22,7 @@ _FIELDS = ("advantages", "prev_logprobs", "generation_logprobs")
 class HostLoss:
     """Loss for torchtitan's `PolicyTrainer`.
 
-    A token counts only if its generator_logprobs is finite, as there; the policy that drew is also the old one.
+    As in torchtitan, a token counts only if its generator_logprobs is finite, and the sampler is also the old policy.
 
         class Config(BaseLoss.Config):            # a loss is built from its config there
             def build(self, **_):
@@ -34,12 +34,8 @@ class HostLoss:
     >>> round(loss_fn(torch.zeros(2, 4), torch.tensor([1, 2]), 1, **fields)[0].item(), 4)
     1.3863
 
-    Args:
-        groups: tensor-parallel ranks that the logits are cut over (also as a DTensor), unless the trainer gathers them.
-
-    Raises:
-        ValueError: a loss that reads more than torchtitan has, looks beyond a token, ignores the advantages, or is not
-            divided by tokens.
+    `groups`: tensor ranks that split the logits (also as a DTensor), unless the trainer gathers them. ValueError for a loss
+    that reads more than torchtitan has, looks beyond a token, ignores the advantages, or is not divided by tokens.
     """
 
     def __init__(self, loss_fn: LossFn, groups: ParallelGroups | None = None) -> None:
@@ -68,9 +64,7 @@ class HostLoss:
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Compute this rank's local loss, and metrics to sum over data ranks (`.../max`: maximum).
 
-        Args:
-            logits: [T, V]. labels: [T], already shifted. The others: [T], else ValueError.
-            global_valid_tokens: of the step; None: 1, as there.
+        logits: [T, V]. labels: [T], already shifted. The others: [T], else ValueError. global_valid_tokens None: 1.
         """
         for name, x in (
             ("generator_logprobs", generator_logprobs),
@@ -96,16 +90,16 @@ class HostLoss:
         )  # fmt: skip
         parts = {name: metrics.parts(name) for name in metrics}
         means = {f"loss/{name}": metrics[name] for name, part in parts.items() if part.kind == "share"}
-        most = {
+        maxima = {
             f"loss/{name.removesuffix('_max')}/max": metrics[name] for name, part in parts.items() if part.kind == "max"
         }
-        return loss, {"loss/mean": loss.detach(), **means, **most}
+        return loss, {"loss/mean": loss.detach(), **means, **maxima}
 
 
 def torchtitan(loss: Callable[..., tuple]) -> FunctionLoss:
     """Adapt a torchtitan RL loss: (logits [T, V], labels [T], global_valid_tokens, ...) → (loss, metrics).
 
-    The rows lie one after the other, with shifted labels; generator_logprobs are prev_logprobs. Nothing is multiplied.
+    Rows follow each other, with shifted labels; generator_logprobs are prev_logprobs. Nothing is multiplied.
 
     >>> sorted(torchtitan(lambda logits, labels, tokens, **fields: (logits.sum() / tokens, {})).axes)
     ['data', 'micro-batches']

@@ -1,8 +1,7 @@
 """A loss as `compute_loss_func` of Hugging Face's Trainer (transformers 5).
 
-The Trainer's hidden factor: with average_tokens_across_devices (its default) it multiplies the loss by the number of
-processes, which DDP divides by, and `num_items_in_batch` counts the step's tokens; without, each process averages over its
-own tokens.
+The Trainer's hidden factor: with average_tokens_across_devices (its default) it multiplies the loss by the number of processes,
+which DDP divides by, and `num_items_in_batch` counts the step's tokens. Otherwise each process averages over its own tokens.
 """
 
 from __future__ import annotations
@@ -23,8 +22,6 @@ _IGNORE = -100
 
 
 class _Output(Protocol):
-    """A model's output with `logits` [B, S, V]."""
-
     logits: Tensor
 
 
@@ -39,8 +36,7 @@ def compute_loss_func(loss_fn: LossFn, groups: ParallelGroups | None = None) -> 
     1.3863
 
     Args:
-        groups: tensor-parallel ranks that the logits' words are cut over, as a DTensor or plain shards; None: whole logits,
-            as from transformers' plans that gather the head's output.
+        groups: tensor ranks that split the vocabulary, as a DTensor or plain shards; None: whole logits.
 
     Raises:
         ValueError: a loss that reads fields of the data, or is not divided by tokens. In a call: no labels; a count for each
@@ -53,7 +49,7 @@ def compute_loss_func(loss_fn: LossFn, groups: ParallelGroups | None = None) -> 
             f"{name} is divided by {unit or 'neither count, or by both'}; Hugging Face's Trainer counts tokens only"
         )
 
-    at = groups or ParallelGroups()
+    where = groups or ParallelGroups()
 
     def call(outputs: _Output, labels: Tensor | None, num_items_in_batch: Tensor | int | None = None) -> Tensor:
         if labels is None:
@@ -75,8 +71,8 @@ def compute_loss_func(loss_fn: LossFn, groups: ParallelGroups | None = None) -> 
             "token_mask": scored,
             "sample_mask": torch.ones(len(labels), dtype=torch.bool, device=labels.device),
         }
-        one = torch.ones((), device=labels.device)
-        loss, _ = loss_fn(logits, data, one, count.reshape(()).clamp(min=1), at.tp_rank, at.tensor)
+        unused = torch.ones((), device=labels.device)
+        loss, _ = loss_fn(logits, data, unused, count.reshape(()).clamp(min=1), where.tp_rank, where.tensor)
         return loss
 
     return call
@@ -85,8 +81,8 @@ def compute_loss_func(loss_fn: LossFn, groups: ParallelGroups | None = None) -> 
 def hugging_face(compute_loss_func: Callable[..., Tensor]) -> FunctionLoss:
     """Adapt a `compute_loss_func` of Trainer and TRL: (outputs, labels, num_items_in_batch) → loss.
 
-    `outputs.logits` [B, S, V], `labels` [B, S] with −100 at masked places, the count of the whole accumulation. The Trainer
-    multiplies by the number of processes and DDP divides by it; both are left out here.
+    `outputs.logits` [B, S, V], `labels` [B, S] with −100 at masked places, the count of the whole accumulation. The factor that
+    the Trainer multiplies and DDP divides by, the number of processes, is left out.
 
     >>> def loss(outputs, labels, num_items_in_batch=None):
     ...     return torch.nn.functional.cross_entropy(

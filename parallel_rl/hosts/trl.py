@@ -57,8 +57,7 @@ def _check_has(trainer: object, *names: str) -> None:
 class DPOLossMixin:
     """A `trl.DPOTrainer` whose loss is `DPOLossFn`: eleven kinds, and weighted sums of them.
 
-    Raises:
-        ValueError: a trainer of a TRL without this loss; in the first step, another kind, divergence or option.
+    ValueError for a trainer of a TRL without this loss; in the first step for another kind, divergence or option.
     """
 
     def __init_subclass__(cls, **kwargs: object) -> None:
@@ -118,8 +117,8 @@ def dpo_loss(
 ) -> tuple[Tensor, Tensor]:
     """Compute TRL's DPO loss of rows [chosen; rejected], a mean over pairs, and the rows' log-ratios [2P].
 
-    Policy and reference are both summed in the precision of the log-probs: errors of two float32 sums of the same numbers
-    cancel; against an exact sum they would not, and show in kinds with a steep gate (discopop).
+    Policy and reference are summed in the precision of the log-probs, so that rounding errors cancel, which kinds with a steep
+    gate (discopop) need.
 
     >>> logprobs, mask = torch.tensor([[-1.0], [-3.0]]), torch.ones(2, 1)
     >>> loss, _ = dpo_loss(logprobs, mask, torch.tensor([-2.0, -2.0]), {"hinge": 1.0}, beta=0.1)
@@ -127,12 +126,8 @@ def dpo_loss(
     0.8
 
     Args:
-        logprobs, mask: [2P, A] of completions.
-        reference: [2P] sums of the reference's log-probs.
-        kinds: TRL's names of the kinds to sum, with their weights.
-
-    Raises:
-        ValueError: a kind outside `DPO_KINDS`, or an odd number of rows.
+        logprobs, mask: [2P, A] of completions. reference: [2P] sums of the reference's log-probs.
+        kinds: TRL's names of the kinds to sum, with their weights; ValueError for one outside `DPO_KINDS`.
     """
     if not len(mask) == len(logprobs) == len(reference) or len(mask) % 2:
         raise ValueError(
@@ -149,20 +144,19 @@ def dpo_loss(
             raise ValueError(f"loss_type = {kind!r} is not supported here; supported are {', '.join(DPO_KINDS)}")
         smoothed = {"label_smoothing": label_smoothing} if kind in ("robust", "exo_pair") else {}
         loss_fn = DPOLossFn({"kind": DPO_KINDS[kind], "reference_policy_kl_penalty": beta, **smoothed})
-        # the loss reads only a row's log-ratio, so one token carries it; above 0 it is 0 less a reference below 0
+        # one token per row holds its log-ratio, a positive one as 0 minus a reference below 0
         row = (means if kind == "ipo" else ratios)[order, None]
         above = row.detach().clamp(min=0)
         data = {"response_mask": torch.ones_like(row), "reference_policy_logprobs": -above}
-        share, _ = loss_fn.from_logprobs(row - above, data=data, global_valid_seqs=seqs, global_valid_toks=seqs)
-        total = total + weight * share
+        loss, _ = loss_fn.from_logprobs(row - above, data=data, global_valid_seqs=seqs, global_valid_toks=seqs)
+        total = total + weight * loss
     return total, ratios.detach()
 
 
 class GRPOLossMixin:
     """`trl.GRPOTrainer` on `PolicyLossFn`: grpo, bnpo, dr_grpo, dapo, luspo, cispo, sapo and vespo.
 
-    Raises:
-        ValueError: a trainer of a TRL without this loss; in the first step, another kind or option.
+    ValueError for a trainer of a TRL without this loss; in the first step for another kind or option.
     """
 
     def __init_subclass__(cls, **kwargs: object) -> None:
@@ -212,7 +206,7 @@ class GRPOLossMixin:
 
 
 def grpo_options(trainer: object) -> dict[str, object]:
-    """Map the arguments of a `trl.GRPOTrainer` to options of `PolicyLossFn`; refuse an unsupported kind."""
+    """Map a `trl.GRPOTrainer`'s arguments to options of `PolicyLossFn`; refuse an unsupported kind."""
     args = trainer.args  # type: ignore[attr-defined]
     kind = args.loss_type
     if kind not in _AGGREGATIONS:
@@ -253,10 +247,8 @@ def grpo_loss(
 ) -> tuple[Tensor, Metrics]:
     """Compute TRL's GRPO loss of completions [B, A], divided by the counts of the call.
 
-    Args:
-        data: response_mask and the fields of `PolicyLossFn`; advantages may be [B], prev_logprobs None (on policy).
-        counts: sequences and tokens; tokens, in TRL a share of the step's, may be below those of the call.
-        options: see `grpo_options`.
+    data: response_mask and the fields of `PolicyLossFn`; advantages may be [B], prev_logprobs None (on policy). counts:
+    sequences and tokens; TRL's fraction of the step's tokens may be below those of the call. options: see `grpo_options`.
     """
     fields = {name: x for name, x in data.items() if x is not None}
     advantages = fields["advantages"]
@@ -264,13 +256,13 @@ def grpo_loss(
         fields["advantages"] = advantages[:, None].expand(logprobs.shape)
     fields.setdefault("prev_logprobs", logprobs.detach())
     seqs, tokens = counts
-    whole = torch.maximum(tokens, (fields["response_mask"] != 0).sum()).clamp(min=1)
+    divisor = torch.maximum(tokens, (fields["response_mask"] != 0).sum()).clamp(min=1)
     loss, metrics = PolicyLossFn(options).from_logprobs(
-        logprobs, data=fields, global_valid_seqs=seqs, global_valid_toks=whole, entropy=entropy
+        logprobs, data=fields, global_valid_seqs=seqs, global_valid_toks=divisor, entropy=entropy
     )
     parts = {name: metrics.parts(name) for name in metrics}
-    scaled = {name: x._replace(value=x.value * (whole / tokens)) for name, x in parts.items() if x.per == "tokens"}
-    return loss * (whole / tokens), Metrics({**parts, **scaled})
+    scaled = {name: x._replace(value=x.value * (divisor / tokens)) for name, x in parts.items() if x.per == "tokens"}
+    return loss * (divisor / tokens), Metrics({**parts, **scaled})
 
 
 def _log(trainer: object, numbers: Mapping[str, Tensor]) -> None:

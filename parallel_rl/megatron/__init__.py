@@ -12,7 +12,6 @@ In the order of a training script:
 - parts of models, weights by name: `layer_spec`, `ScalarHead`, `global_parameters`, ...
 
 This page lists the functions; each class has its own help, e.g. `help(parallel_rl.megatron.MicroBatch)`.
-
 The examples in this package start from
 
     >>> initialize()

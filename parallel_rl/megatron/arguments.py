@@ -1,4 +1,4 @@
-"""Checks of a step's arguments of a wrong kind."""
+"""Checks of the kinds of a step's arguments."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def split_partial(loss_fn: object) -> tuple[LossFunction, Statistics | None]:
 
 
 def refuse_name_and_class(loss_fn: object) -> None:
-    """Raise ValueError for the name or the class of a loss, with the call that makes the loss."""
+    """Raise ValueError for the name or the class of a loss, and name the call that makes the loss."""
     if isinstance(loss_fn, str):
         raise ValueError(
             f"loss_fn = {loss_fn!r} is a name; give a loss: get_loss({loss_fn!r})({{}}, vocab_size=...), or of a recipe "
@@ -49,7 +49,7 @@ def refuse_name_and_class(loss_fn: object) -> None:
 def fault_of(
     models: Sequence[torch.nn.Module], batches: object, head: object, groups: ParallelGroups
 ) -> ValueError | None:
-    """Return the error of micro-batches, head, groups or gradients for `prepare` to agree on."""
+    """Return the first fault of micro-batches, head, groups or gradients; all ranks raise it in `prepare`."""
     try:
         if not torch.is_grad_enabled():
             raise ValueError(
@@ -94,9 +94,9 @@ def _check_groups(groups: ParallelGroups) -> None:
         "context": (groups.cp_size, parallel_state.get_context_parallel_world_size()),
         "data": (groups.dp_size, parallel_state.get_data_parallel_world_size()),
     }
-    for name, (size, of_megatron) in sizes.items():
-        if size != of_megatron:
+    for name, (size, megatron_size) in sizes.items():
+        if size != megatron_size:
             raise ValueError(
-                f"groups has {size} {name} ranks, Megatron's process groups {of_megatron} (data ranks without context ranks); "
-                "leave groups= out, or give ParallelGroups.from_megatron()"
+                f"groups has {size} {name} ranks, Megatron's process groups {megatron_size} (data ranks without context "
+                "ranks); leave groups= out, or give ParallelGroups.from_megatron()"
             )

@@ -1,8 +1,7 @@
 """Core attention for Megatron layers in plain PyTorch: tensor, sequence, context parallel, padded, packed (THD).
 
 Under context parallelism a rank holds a part of every sequence (zigzag), or of the row (contiguous). Keys and values are
-gathered once over the context group (backward: a reduce-scatter). Masks compare (segment, place in the sequence), so nothing
-is reordered. Packed rows run in blocks of neighbouring sequences, so a mask does not grow with a zigzag row.
+gathered once over the context group (backward: a reduce-scatter), and masks compare (segment, place in the sequence).
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ BLOCK = 512  # positions of a packed row per mask, if its sequences are shorter
 
 @dataclass(frozen=True)
 class _Block:
-    """Local positions [start, stop) that attend to each other by `mask` [q, k]; None is plain causal."""
+    """Local positions [start, stop) that attend by `mask` [q, k]; None is plain causal."""
 
     start: int
     stop: int
@@ -39,12 +38,10 @@ class _Block:
 
 
 class SelfAttentionCore(MegatronModule):
-    """Causal softmax(q·kᵀ/√d)·v within each sequence, as `core_attention` of a Megatron layer spec.
+    """Causal softmax(q·kᵀ/√d)·v within each sequence or prefix tree, as a layer spec's `core_attention`.
 
-    Also for rows of prefix trees. Grouped queries are expanded. Works in float64, float32 or bfloat16, as its input.
-
-    Raises:
-        ValueError: dropout, a sliding window or a softmax variant in the config; bounds that do not fit a packed row.
+    Works in float64, float32 or bfloat16, as its input. ValueError for dropout, a sliding window or a softmax variant in the
+    config.
     """
 
     takes_trees = True
@@ -62,13 +59,13 @@ class SelfAttentionCore(MegatronModule):
     ) -> None:
         super().__init__(config=config)
         dropout = config.attention_dropout if attention_dropout is None else attention_dropout
-        for name, value, right in (
+        for name, value, supported in (
             ("attention_dropout", dropout, 0.0),
             ("window_size", config.window_size, None),
             ("softmax_type", config.softmax_type, "vanilla"),
         ):
-            if value != right:
-                raise ValueError(f"{name} = {value!r} is not supported by SelfAttentionCore; it must be {right!r}")
+            if value != supported:
+                raise ValueError(f"{name} = {value!r} is not supported by SelfAttentionCore; it must be {supported!r}")
         if pg_collection is None:
             pg_collection = ProcessGroupCollection.use_mpu_process_groups(required_pgs=["tp", "cp"])
         self.layer_number = layer_number
@@ -91,10 +88,7 @@ class SelfAttentionCore(MegatronModule):
         Args:
             query: [S/cp, B, h, d], packed [T/cp, h, d].
             key, value: [S/cp, B, g, d], packed [T/cp, g, d]; h is a multiple of g.
-            attention_mask: True hides, broadcast to [B, h, S, S], on top of causality; without context parallelism
-                and packing.
-            attn_mask_type: not used, attention is causal.
-            attention_bias: not supported.
+            attention_mask: True hides, broadcast to [B, h, S, S], on top of causality; without context parallelism and packing.
             packed_seq_params: bounds of the packed sequences; None is padded.
         """
         if attention_bias is not None:
@@ -111,9 +105,9 @@ class SelfAttentionCore(MegatronModule):
             )
         if size > 1:
             # one collective for both; [cp, S/cp, B, g, 2·d]
-            both = torch.cat((key, value), dim=-1)
-            both = tensor_parallel.gather_from_sequence_parallel_region(both, True, self.cp_group)
-            key, value = both.view(size, length, *both.shape[1:]).split((key.shape[-1], value.shape[-1]), dim=-1)
+            pair = torch.cat((key, value), dim=-1)
+            pair = tensor_parallel.gather_from_sequence_parallel_region(pair, True, self.cp_group)
+            key, value = pair.view(size, length, *pair.shape[1:]).split((key.shape[-1], value.shape[-1]), dim=-1)
         else:
             key, value = key.unsqueeze(0), value.unsqueeze(0)
         if plan is not None:
@@ -156,7 +150,7 @@ def _heads(x: Tensor, heads: int) -> Tensor:
 def _bounds(packed: PackedSeqParams | None, length: int, size: int) -> tuple[int, ...]:
     assert packed is not None
     cu_seqlens = packed.cu_seqlens_q if packed.cu_seqlens_q_padded is None else packed.cu_seqlens_q_padded
-    # `packed_input` keeps them on the host: reading them from a GPU would wait
+    # `packed_input` keeps them on the host; reading them from a GPU would wait
     bounds: tuple[int, ...] = getattr(packed, "bounds_on_host", None) or tuple(cu_seqlens.tolist())
     if bounds[-1] != length * size:
         raise ValueError(
@@ -192,6 +186,6 @@ def _block(bounds: tuple[int, ...], context: tuple[int, int, CPLayout], device: 
     ]
     segments = torch.cat([layout.sequence_ids for layout in ranks])
     places = torch.cat([layout.positions for layout in ranks])
-    mine = ranks[cp_rank]
-    mask = (mine.sequence_ids[:, None] == segments) & (mine.positions[:, None] >= places)
+    local = ranks[cp_rank]
+    mask = (local.sequence_ids[:, None] == segments) & (local.positions[:, None] >= places)
     return _Block(start, stop, mask.to(device))

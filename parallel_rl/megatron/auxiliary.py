@@ -27,9 +27,8 @@ if TYPE_CHECKING:
 class RoutedTokens:
     """Tokens by which a router multiplies its auxiliary losses, including prompts and padding.
 
-    Attributes:
-        here: of this micro-batch: those of the whole row, or (megatron-core before 0.19) those that a rank's router reads.
-        step: summed over the step's micro-batches and data ranks, a 0-dim integer tensor.
+    here: of this micro-batch's row, or (megatron-core before 0.19) those that a rank's router reads. step: a 0-dim integer
+    tensor, the sum over the step's micro-batches and data ranks.
     """
 
     here: int
@@ -49,12 +48,11 @@ def count_routed(
     8
 
     Args:
-        inputs: of all micro-batches of this data rank's step.
-        config: the model's.
+        inputs: of all micro-batches of this data rank's step. config: the model's.
         made_up: the inputs stand for no data and count as no token.
     """
     where = groups or ParallelGroups.from_megatron()
-    local = [0 if made_up else each.tokens.numel() for each in inputs]
+    local = [0 if made_up else batch.tokens.numel() for batch in inputs]
     if routers_count_the_whole_row() or not config.num_moe_experts:
         here = [tokens * where.cp_size for tokens in local]
     else:
@@ -69,12 +67,12 @@ def balance_coefficients(config: TransformerConfig) -> dict[str, float]:
         return {}
     kinds = getattr(config, "moe_router_load_balancing_type", "aux_loss")
     values = getattr(config, "moe_aux_loss_coeff", 0.0)
-    both = dict(zip(kinds, values, strict=True)) if isinstance(values, list) else {kinds: values}
-    return {kind: value for kind, value in both.items() if value}
+    by_kind = dict(zip(kinds, values, strict=True)) if isinstance(values, list) else {kinds: values}
+    return {kind: value for kind, value in by_kind.items() if value}
 
 
 def has_auxiliary_loss(config: TransformerConfig) -> bool:
-    """Return whether a model adds losses in backward: of its routers, or of DSA's indexer."""
+    """Return whether a model adds losses in backward: its routers, or DSA's indexer."""
     coefficients = [getattr(config, "dsa_indexer_loss_coeff", None)]
     if config.num_moe_experts:
         coefficients.append(getattr(config, "moe_z_loss_coeff", None))
@@ -82,7 +80,7 @@ def has_auxiliary_loss(config: TransformerConfig) -> bool:
 
 
 def forget_scales(config: TransformerConfig) -> None:
-    """Reset the scale of auxiliary losses: a backward outside a schedule leaves one of another shape."""
+    """Reset the scale of auxiliary losses; a backward outside a schedule leaves a scale of another shape."""
     MoEAuxLossAutoScaler.main_loss_backward_scale = None
     if getattr(config, "experimental_attention_variant", None) == "dsa":
         from megatron.core.transformer.experimental_attention_variant.dsa import DSAIndexerLossAutoScaler
@@ -92,7 +90,7 @@ def forget_scales(config: TransformerConfig) -> None:
 
 @contextlib.contextmanager
 def without_auxiliary_losses(config: TransformerConfig) -> Iterator[None]:
-    """Turn off a model's losses in backward for the length of a `with` block."""
+    """Turn off a model's losses in backward inside a `with` block."""
     names = ("moe_aux_loss_coeff", "moe_z_loss_coeff", "dsa_indexer_loss_coeff")
     before = {name: getattr(config, name) for name in names if hasattr(config, name)}
     for name, value in before.items():
@@ -107,8 +105,7 @@ def without_auxiliary_losses(config: TransformerConfig) -> Iterator[None]:
 def check_auxiliary_losses(config: TransformerConfig, cp_size: int, *, by_megatron: bool = False) -> None:
     """Refuse auxiliary losses whose gradients depend on the layout, by definition or by version.
 
-    Args:
-        by_megatron: Megatron's routers compute `seq_aux_loss` and `global_aux_loss`, not `RouterBalance`.
+    `by_megatron`: Megatron's routers compute `seq_aux_loss` and `global_aux_loss`, not `RouterBalance`.
 
     Raises:
         ValueError: on a version that gets them wrong: DSA's indexer, or context ranks without calculate_per_token_loss. By
@@ -116,15 +113,15 @@ def check_auxiliary_losses(config: TransformerConfig, cp_size: int, *, by_megatr
     """
     if not has_auxiliary_loss(config):
         return
-    per_token, on = config.calculate_per_token_loss, balance_coefficients(config)
+    per_token, coefficients = config.calculate_per_token_loss, balance_coefficients(config)
     name = "moe_router_load_balancing_type"
-    if by_megatron and "global_aux_loss" in on:
+    if by_megatron and "global_aux_loss" in coefficients:
         raise ValueError(
             f"{name} = 'global_aux_loss' balances what data ranks have routed in the micro-batches so far: its gradient "
             "depends on their number and order, and Megatron divides it by the data ranks; use `forward_backward`, which "
             "balances the whole step, or 'aux_loss'"
         )
-    if by_megatron and "seq_aux_loss" in on:
+    if by_megatron and "seq_aux_loss" in coefficients:
         raise ValueError(
             f"{name} = 'seq_aux_loss' takes a packed row for one sequence and padding for tokens of it, and weighs rows by "
             "micro-batches; use `forward_backward`, which balances each sequence's own tokens, or 'aux_loss'"

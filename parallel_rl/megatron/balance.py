@@ -47,14 +47,11 @@ class RouterBalance:
 
         seq:    α · 1/N_seq · Σ_b E/(K·n_b²) · Σ_e c_be · Σ_{t ∈ b} p_te       global:  α · E/(K·N²) · Σ_e C_e · Σ_t p_te
 
-    with a token's scores p over E experts, K of them chosen, and c_be, C_e the choices of e in a sequence and in the step.
-    The n_b tokens of a sequence end with the last that carries loss, alike on padded and packed rows; rows without any are
-    left out, and for a head of multi-token prediction the last tokens, which it has nothing ahead to read for. N_seq and N
-    count over the step. A forward pass without gradient counts the step's choices first, see `counts_first`. Papers:
-    DeepSeek-V3, arXiv 2412.19437; arXiv 2501.11873.
-
-    Attributes:
-        counts_first: the step needs that pass, inside `counting`.
+    with a token's scores p over E experts, K of them chosen, and c_be, C_e the choices of e in a sequence and in the step. The
+    n_b tokens of a sequence end with its last loss token, alike on padded and packed rows. Left out are rows without loss
+    tokens, and for an MTP head the last tokens, which have nothing ahead to predict. N_seq and N count over the step. If
+    `counts_first`, a forward pass without gradient, inside `counting`, counts the step's choices before. Papers: DeepSeek-V3,
+    arXiv 2412.19437; arXiv 2501.11873.
     """
 
     def __init__(
@@ -75,8 +72,8 @@ class RouterBalance:
             )
         self._of_sequences, self._of_step = (coefficients.get(kind, 0.0) for kind in _KINDS)
         self.counts_first = bool(self._of_step)
-        named = [each for model in models for each in model.named_modules()]
-        routers = [(router, _HEAD.search(name)) for name, router in named if isinstance(router, TopKRouter)]
+        modules = [named for model in models for named in model.named_modules()]
+        routers = [(router, _HEAD.search(name)) for name, router in modules if isinstance(router, TopKRouter)]
         self._routers = [
             _Placed(router, index, 0 if head is None else int(head[1]) + 1)
             for index, (router, head) in enumerate(routers)
@@ -94,7 +91,7 @@ class RouterBalance:
 
     @contextlib.contextmanager
     def installed(self) -> Iterator[None]:
-        """Make routers add these losses, without Megatron's of the same names, in a `with` block."""
+        """Make routers add these losses in place of Megatron's of the same names, in a `with` block."""
         for placed in self._routers:
             placed.router.get_aux_loss_coeff = _without(placed.router.get_aux_loss_coeff)
             placed.router.routing = self._routing(placed, placed.router.routing)
@@ -117,10 +114,10 @@ class RouterBalance:
     def enter(self, batch: MicroBatch) -> None:
         """Set the tokens that routers will read from now on."""
         layout, lengths = batch.input.layout, _lengths(batch)
-        places = [each.view(layout.local_shape).t() for each in (layout.sequence_ids, layout.positions)]
+        places = [field.view(layout.local_shape).t() for field in (layout.sequence_ids, layout.positions)]
         if self._config.sequence_parallel:
-            places = [each.chunk(self._groups.tp_size)[self._groups.tp_rank] for each in places]
-        rows, positions = (each.flatten() for each in places)
+            places = [field.chunk(self._groups.tp_size)[self._groups.tp_rank] for field in places]
+        rows, positions = (field.flatten() for field in places)
         self._present = _Tokens(rows, positions, lengths)
 
     def follow(self, output: Tensor, batch: MicroBatch) -> None:
@@ -155,7 +152,6 @@ class RouterBalance:
         return torch.where(counted, scores, 0.0), (chosen & counted).to(torch.float64)
 
     def _loss(self, placed: _Placed, logits: Tensor) -> Tensor:
-        """Compute this rank's part of both losses of a router."""
         assert self._present is not None
         rows, _, lengths = self._present
         scores, chosen = self._scores(placed, logits)
@@ -170,12 +166,11 @@ class RouterBalance:
 
 
 def needs_balance(config: TransformerConfig) -> bool:
-    """Return whether a model's routers have one of these losses."""
     return any(balance_coefficients(config).get(kind) for kind in _KINDS)
 
 
 def _lengths(batch: MicroBatch) -> Tensor:
-    """Return [B] tokens of each sequence up to the last that carries loss, 0 without any."""
+    """Return [B] tokens of each sequence up to its last loss token, 0 without any."""
     valid = valid_tokens(batch.data)
     column = torch.arange(1, valid.shape[1] + 1, device=valid.device)
     return torch.where(valid, column, 0).amax(1)

@@ -31,7 +31,7 @@ _of_configs: dict[int, StepOfCallbacks] = {}  # by id: a config has no hash
 
 
 def callbacks_of(config: TransformerConfig) -> StepOfCallbacks:
-    """Return the current step of the model with this config; each of its chunks may have a config."""
+    """Return the current step of the model with this config; chunks of a model may have a config each."""
     key = id(config)
     if key not in _of_configs:
         newest = next(reversed(_of_configs.values()), None)
@@ -57,14 +57,13 @@ def postponed(
 class StepOfCallbacks:
     """One optimizer step, up to the callback of the last micro-batch on this rank's last model chunk.
 
-    A pipeline stage that raised at once would leave the others waiting. So a stage raises a fault of the first micro-batch
-    once as many micro-batches have begun as stages follow, itself included. Other faults of a micro-batch are raised before
-    gradients are finalized, when all stages have run the step.
+    A pipeline stage that raised at once would leave the others waiting. So a stage raises a fault of the first micro-batch when
+    as many micro-batches have begun as stages follow, itself included, and other faults before gradients are finalized.
     """
 
     def __init__(self, config: TransformerConfig) -> None:
         self.chunks: int = config.virtual_pipeline_model_parallel_size or 1
-        self.configs = 0  # of its chunks, as far as they were seen
+        self.configs = 0  # of its chunks, so far
         self.sizes = self.chunks, config.num_layers, config.hidden_size
         self.shares_experts = bool(config.num_moe_experts) and config.expert_model_parallel_size > 1
         self.steps = 0
@@ -76,7 +75,7 @@ class StepOfCallbacks:
         self.ending: TransformerConfig | None = None  # of a pipeline whose schedule finalizes gradients
 
     def lacks(self, config: TransformerConfig) -> bool:
-        """Return whether a config that is met within the first step may be that of another chunk of the model."""
+        """Return whether a config in the first step may be that of another chunk of the model."""
         sizes = config.virtual_pipeline_model_parallel_size or 1, config.num_layers, config.hidden_size
         return self.made > 0 and self.steps == 0 and self.configs < self.chunks and self.sizes == sizes
 
@@ -101,11 +100,10 @@ class StepOfCallbacks:
 
         Args:
             check: settings and data; its argument is True for the very first callback.
-            data: of this micro-batch; None on a stage without data.
-            counts: by which the loss divides.
+            data: of this micro-batch; None on a stage without data. counts: by which the loss divides.
             config: of the chunk; the schedule reads that of a step's first callback.
             loss_fn, head: the loss, in which the ranks of a stage must agree.
-            statistics: that the loss got; those of the data are counted once more after the last callback.
+            statistics: of the loss; those of the data are counted again after the last callback and compared.
             ddp: data ranks run the schedule together; without DDP one may be idle, and is not waited for.
         """
         looks = self.made == 0 and self.steps > 0 and is_checked(self.steps)
@@ -166,7 +164,7 @@ class StepOfCallbacks:
                     if stages == 1:
                         raise
                     if not self.postpone(error):
-                        # the other stages still work on this step: each raises in its next one
+                        # the other stages still work on this step; each raises in its next step
                         warn(str(error))
                         self.fault = error
         return looks
@@ -205,27 +203,25 @@ class StepOfCallbacks:
         step = reduce_(sums, others).clamp_(min=1).tolist()
 
         def check() -> None:
-            for name, count, own, right in zip(("seqs", "toks"), counts, here, step, strict=True):
+            for name, count, local, total in zip(("seqs", "toks"), counts, here, step, strict=True):
                 number = int(torch.as_tensor(count))
-                if number not in (right, 1) and not (at_least and number > right):  # 1: the caller divides
+                if number not in (total, 1) and not (at_least and number > total):  # 1: the caller divides
                     raise ValueError(
-                        f"global_valid_{name} = {number}, but the {num_microbatches} micro-batches of this step hold {own} on "
-                        f"this data rank and {right} on all data ranks. Call count_valid once a step on all its micro-batches, "
-                        "over the data group without context ranks, and pass the schedule's num_microbatches"
+                        f"global_valid_{name} = {number}, but the {num_microbatches} micro-batches of this step hold {local} "
+                        f"on this data rank and {total} on all data ranks. Call count_valid once a step on all its "
+                        "micro-batches, over the data group without context ranks, and pass the schedule's num_microbatches"
                     )
 
         raise_on_all_ranks(check, [others])
 
 
 def _compare_statistics(counted: Statistics, statistics: Statistics, data_group: ProcessGroup | None) -> None:
-    """Refuse statistics of another step's data, or of one data rank."""
-
     def check() -> None:
-        for name, right in counted.items():
+        for name, value in counted.items():
             number = float(statistics[name])
-            if not isclose(number, float(right), rel_tol=1e-3):
+            if not isclose(number, float(value), rel_tol=1e-3):
                 raise ValueError(
-                    f"statistics has {name} = {number:g}, the micro-batches of this step {float(right):g}. Call "
+                    f"statistics has {name} = {number:g}, the micro-batches of this step {float(value):g}. Call "
                     "loss_fn.count once a step on all its micro-batches, over the data group without context ranks"
                 )
 

@@ -1,4 +1,4 @@
-"""Capabilities of the installed megatron-core, read from its code: versions do not tell branches or patches."""
+"""Capabilities of the installed megatron-core, read from its code because branches and patches share versions."""
 
 from __future__ import annotations
 
@@ -17,10 +17,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 @cache
 def routers_count_the_whole_row() -> bool:
-    """Return whether routers multiply an auxiliary loss by the tokens of all tensor and context ranks.
-
-    From 0.19 on, else by their own; only with calculate_per_token_loss, whose division by tokens this cancels.
-    """
+    """Return whether routers scale auxiliary losses by tokens of all tensor and context ranks (from 0.19)."""
     return "tp_cp_group" in TopKRouter.attach_and_log_load_balancing_loss.__code__.co_names
 
 

@@ -1,4 +1,4 @@
-"""Context ranks of a row: Megatron's, another group's for one micro-batch, or none in rollouts."""
+"""Context ranks of a row: Megatron's, a micro-batch's own, or none in rollouts."""
 
 from __future__ import annotations
 
@@ -21,11 +21,9 @@ if TYPE_CHECKING:
 
 
 class Context(NamedTuple):
-    """Ranks that share a row's tokens, and this rank's place.
+    """Ranks that share a row's tokens, this rank's place and how rows are cut (see `SequenceLayout`).
 
-    Attributes:
-        size, rank: of the context group. layout: how rows are cut, see `SequenceLayout`.
-        tensor: tensor ranks that split a context rank's tokens (sequence parallelism); rows are padded for them.
+    tensor: tensor ranks that split a context rank's tokens (sequence parallelism); rows are padded for them.
     """
 
     size: int = 1
@@ -60,8 +58,9 @@ class _Alone:
 def replicas(models: Sequence[torch.nn.Module]) -> Iterator[None]:
     """Make every context rank a data replica that runs whole sequences, without sequence parallelism.
 
-    Sequences then need no particular length. Tensor and pipeline parallelism stay. For use without gradients: those of norms
-    would be summed over tensor ranks twice.
+    Sequences then need no particular length. Tensor and pipeline parallelism stay. Not for training: gradients of norms would
+    be summed over tensor ranks twice.
+
     >>> with replicas([model]), torch.no_grad():
     ...     inputs = padded_input(torch.tensor([[1, 2, 3]]), ALONE)
     ...     forward_logits(model, inputs).shape
@@ -73,9 +72,9 @@ def replicas(models: Sequence[torch.nn.Module]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def context_group(model: torch.nn.Module, group: ProcessGroup | None) -> Iterator[None]:
-    """Run a model on another context group than Megatron's (dynamic CP) in a `with` block; None: one rank.
+    """Run a model on another context group (dynamic CP) in a `with` block; None: one rank.
 
-    Every rank of the group runs the same forwards; backward may run outside. ValueError for activation recomputation, which
+    Every rank of the group runs the same forwards; backward may follow outside. ValueError for activation recomputation, which
     would use the wrong group.
     """
     if get_model_config(model).recompute_granularity is not None:
@@ -105,35 +104,37 @@ def _on_group(models: Sequence[torch.nn.Module], group: ProcessGroup | None) -> 
     engines = [
         module for model in models for module in model.modules() if hasattr(module, "set_context_parallel_group")
     ]
-    ways = [(module.cp_group, module.cp_global_ranks, module.cp_stream, module.cp_comm_type) for module in engines]
+    before = [(module.cp_group, module.cp_global_ranks, module.cp_stream, module.cp_comm_type) for module in engines]
     try:
         with _changed(changes):
-            for module, (*_, stream, kind) in zip(engines, ways, strict=True):
-                ranks, beside = (None, None) if group is None else (get_process_group_ranks(group), stream or _side())
-                module.set_context_parallel_group(group, ranks, beside, kind)  # type: ignore[operator]
+            for module, (*_, stream, kind) in zip(engines, before, strict=True):
+                ranks, stream_of_layers = (
+                    (None, None) if group is None else (get_process_group_ranks(group), stream or _side())
+                )
+                module.set_context_parallel_group(group, ranks, stream_of_layers, kind)  # type: ignore[operator]
             _forget_rotations()
             yield
     finally:
-        for module, way in zip(engines, ways, strict=True):
-            module.set_context_parallel_group(*way)  # type: ignore[operator]
+        for module, previous in zip(engines, before, strict=True):
+            module.set_context_parallel_group(*previous)  # type: ignore[operator]
         _forget_rotations()
 
 
 @lru_cache(maxsize=1)
 def _side() -> torch.cuda.Stream:
-    """Return the attention stream of the layers if Megatron started without context ranks and made none."""
+    """Return an attention stream, in case Megatron started without context ranks and made none."""
     return torch.cuda.Stream()
 
 
 def _sequence_parallel(model: torch.nn.Module) -> list[tuple[object, str, object]]:
-    """List (owner, attribute, value inside): the config, and the flags that Megatron copies from it."""
+    """List (owner, attribute, value in rollouts) of the config and of the flags copied from it."""
     names = ("sequence_parallel", "reduce_scatter_embeddings")
     owners = [(module, name) for module in model.modules() for name in names if name in vars(module)]
     return [(owner, name, False) for owner, name in [(get_model_config(model), "sequence_parallel"), *owners]]
 
 
 def _context(model: torch.nn.Module, group: ProcessGroup | None) -> list[tuple[object, str, object]]:
-    """List the same for the context group: its size in the config, and every holder of it."""
+    """List the same for the size of the context group in the config and for every holder of the group."""
     stand_in = _Alone() if group is None else group
     changes: list[tuple[object, str, object]] = [(get_model_config(model), "context_parallel_size", group_size(group))]
     seen: set[int] = set()

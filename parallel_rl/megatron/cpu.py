@@ -1,7 +1,7 @@
-"""Runs an unmodified megatron-core on CPU tensors with gloo.
+"""Run an unmodified megatron-core on CPU tensors with gloo.
 
-Megatron uses `device="cuda"`, `torch.cuda.current_device()` and `tensor.cuda()` throughout. Without a CUDA device these can
-only mean the host, so a torch function mode and a few replaced `torch.cuda` functions map them. With CUDA nothing changes.
+Megatron uses `device="cuda"`, `torch.cuda.current_device()` and `tensor.cuda()` throughout. Without a CUDA device a torch
+function mode and a few replaced `torch.cuda` functions map them to the host. With CUDA nothing changes.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def _is_cuda(device: object) -> bool:
 
 
 class _HostMode(TorchFunctionMode):
-    """Maps `cuda` to the host; everything else is unchanged."""
+    """Maps `cuda` to the host."""
 
     def __torch_function__(
         self,
@@ -65,7 +65,7 @@ _mode: _HostMode | None = None
 def enable_cpu() -> bool:
     """Make megatron-core usable without CUDA in this process and thread; call it before a model is built.
 
-    Does nothing if a CUDA device is available or when called again; returns whether the CPU replaces CUDA.
+    Returns whether the CPU replaces CUDA; does nothing if a CUDA device is available or when called again.
 
     >>> enable_cpu() == (not torch.cuda.is_available())
     True
@@ -83,7 +83,7 @@ def enable_cpu() -> bool:
 
 @contextlib.contextmanager
 def plain_torch() -> Iterator[None]:
-    """Turn the stand-in off in a `with` block: compiled or counted code runs on plain torch."""
+    """Turn the function mode off in a `with` block, e.g. for compiled or counted code."""
     if _mode is None or torch.overrides._get_current_function_mode() is not _mode:
         yield
         return
@@ -96,15 +96,12 @@ def plain_torch() -> Iterator[None]:
 
 @contextlib.contextmanager
 def without_builds() -> Iterator[None]:
-    """Keep megatron-core 0.15 from building a GPU allocator at import without a GPU.
-
-    torch would end with an IndexError; a folder that cannot be made is an error that Megatron catches.
-    """
+    """Keep megatron-core 0.15 from building a GPU allocator at import without a GPU, which would fail."""
     name, before = "TORCH_EXTENSIONS_DIR", os.environ.get("TORCH_EXTENSIONS_DIR")
     if torch.cuda.is_available():
         yield
         return
-    os.environ[name] = os.devnull
+    os.environ[name] = os.devnull  # Megatron catches the error of a folder that cannot be made
     try:
         yield
     finally:
@@ -151,9 +148,8 @@ def _replace_cuda_functions() -> None:
         return stream
 
     def moved_to_cpu(tensor: object, as_numpy: bool = False, record_stream: bool = False) -> object:
-        return (
-            tensor.numpy() if as_numpy and isinstance(tensor, Tensor) else tensor
-        )  # Megatron: only if it was elsewhere
+        # Megatron's own does this only for a tensor of another device
+        return tensor.numpy() if as_numpy and isinstance(tensor, Tensor) else tensor
 
     replaced: dict[tuple[object, str], object] = {
         (token_dispatcher.MoEAlltoAllTokenDispatcher, "cuda_dtoh_stream"): stream,
@@ -172,7 +168,7 @@ def _replace_cuda_functions() -> None:
 
 
 def _name_our_layers() -> None:
-    """Name our layers in assertions of Megatron's, which support neither context ranks nor packed rows."""
+    """Name our layers in assertions of Megatron's, which lack context parallelism or packed rows."""
     from megatron.core.transformer.dot_product_attention import DotProductAttention
     from megatron.core.transformer.torch_norm import WrappedTorchNorm
 

@@ -1,4 +1,4 @@
-"""Checks at the end of a step of Megatron's schedule, where every rank finalizes the gradients of its model."""
+"""Checks at the end of a step of Megatron's schedule, when every rank finalizes the gradients of its model."""
 
 from __future__ import annotations
 
@@ -24,10 +24,7 @@ if TYPE_CHECKING:
 
 
 class Finalizing:
-    """Replacement of `config.finalize_model_grads_func` in one step; checks model and rows first.
-
-    The schedule calls it on all ranks with the chunks of the model.
-    """
+    """Replacement of `config.finalize_model_grads_func` in one step; checks model and rows first."""
 
     def __init__(self, config: TransformerConfig, *, first: bool, compares: bool = True) -> None:
         self.config, self.first, self.compares, self.complete = config, first, compares, False
@@ -37,7 +34,6 @@ class Finalizing:
         config.finalize_model_grads_func = self
 
     def add(self, data: Mapping[str, Tensor] | None, last: bool) -> None:
-        """Add the data of a callback."""
         self.complete = last
         if not isinstance(data, Mapping) or self.rows is None:
             self.rows = None
@@ -45,7 +41,7 @@ class Finalizing:
             self.rows = zlib.crc32(Replicated([data], ROWS).checksum().to_bytes(4, "big"), self.rows)
 
     def end(self) -> None:
-        """Give the config its own function back before the next step; warn if nothing called it."""
+        """Restore the config's function before the next step; warn if nothing called this one."""
         if self.config.finalize_model_grads_func is self:
             self.config.finalize_model_grads_func = self.inner
             if self.complete and parallel_state.get_data_parallel_world_size(with_context_parallel=True) > 1:
@@ -58,11 +54,7 @@ class Finalizing:
     def __call__(
         self, models: Sequence[torch.nn.Module], num_tokens: Tensor | None = None, *args: object, **kwargs: object
     ) -> object:
-        """Finalize once the ranks agree in the model.
-
-        Raises:
-            ValueError: the fault of a micro-batch; faults that `_check` finds. On all ranks if it `compares`.
-        """
+        """Finalize once the ranks agree in the model, else raise ValueError; on all ranks if it `compares`."""
         self.config.finalize_model_grads_func = self.inner
         if self.fault is not None and not self.compares:
             raise self.fault
@@ -72,7 +64,7 @@ class Finalizing:
         return result
 
     def _check(self, models: Sequence[torch.nn.Module], num_tokens: Tensor | None) -> None:
-        """Refuse weights, wrappers, rows and numbers of tokens with which ranks finalize other gradients."""
+        """Refuse weights, wrappers, rows and token counts with which ranks would finalize other gradients."""
         groups, config = ParallelGroups.from_megatron(), get_model_config(models[0])
         pipeline = parallel_state.get_pipeline_model_parallel_group()
         of_stages = gathered_rows(self.rows, pipeline)

@@ -44,8 +44,8 @@ def forward_logits(model: torch.nn.Module, batch: ModelInput, *, mtp: bool = Fal
         wrapped = getattr(wrapped, "module", None)
     options = {"fp32_output": False} if half else {}
     if not torch.is_grad_enabled():
-        # Transformer Engine casts weights to FP8 in the first micro-batch, which only a schedule marks: a forward outside one
-        # would use the weights from before the optimizer's step
+        # Transformer Engine casts weights to FP8 in the first micro-batch, which only a schedule marks; without the mark a
+        # forward would use the weights from before the optimizer's step
         unwrap(model).set_is_first_microbatch()
     positions: AbstractContextManager[None] = nullcontext()
     if batch.tree is not None:

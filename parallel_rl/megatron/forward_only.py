@@ -49,8 +49,7 @@ def forward_only(
 
     Args:
         forward: model chunk and micro-batch → the chunk's output (`forward_logits` for a `ModelInput`).
-        models: the model chunks of this rank (one, except under an interleaved schedule).
-        batches: the micro-batches; as many on every rank.
+        models: this rank's chunks (one, except under an interleaved schedule). batches: equally many on every rank.
         collect: (logits, index of the micro-batch) → anything; called in order, on the last pipeline stage only.
         seq_length, micro_batch_size: S (packed: T) over all context ranks and B (packed: 1); only read by pipelines with
             `variable_seq_lengths` False.

@@ -14,14 +14,14 @@ from torch.nn import Parameter
 
 from parallel_rl.megatron.weights import mark_sinks
 
-_BLOCK = 1 << 22  # elements squared in float64 at once, to never copy a large gradient
+_BLOCK = 1 << 22  # elements squared in float64 at once, so that no large gradient is copied
 
 
 def gradient(parameter: Parameter) -> Tensor | None:
     """Return a parameter's `main_grad` of Megatron's DDP, if there is one, else `grad`.
 
-    With the distributed optimizer only the data rank's own shard is valid; with `config.grad_scale_func` (fp16) it is
-    multiplied by the loss scale until the optimizer's step.
+    With the distributed optimizer only the data rank's own shard is valid; with `config.grad_scale_func` (fp16) it contains the
+    loss scale until the optimizer's step.
 
     >>> gradient(unwrap(model).output_layer.weight).shape
     torch.Size([8, 16])
@@ -34,17 +34,14 @@ def gradient(parameter: Parameter) -> Tensor | None:
 def copy_main_grads(models: torch.nn.Module | Sequence[torch.nn.Module]) -> None:
     """Set each parameter's `grad` from `main_grad` for torch's optimizers, in its dtype, unscaled.
 
-    Call it after `forward_backward` and clipping. If you call Megatron's schedule yourself, call `optimizer.zero_grad()`
-    before the next step: DDP adds what is left in `grad` to `main_grad`.
+    Call it after `forward_backward` and clipping. If you call Megatron's schedule yourself, call `optimizer.zero_grad()` before
+    the next step: DDP adds what is left in `grad` to `main_grad`. Without DDP parameters keep their `grad`.
 
     >>> optimizer = torch.optim.AdamW(model.parameters())
     >>> model.zero_grad_buffer()
     >>> report = forward_backward(model, NLLLoss(vocab_size=8), [data])
     >>> copy_main_grads(model)
     >>> optimizer.step()
-
-    Args:
-        models: chunks in Megatron's DDP; without it parameters keep their `grad`.
 
     Raises:
         ValueError: the distributed optimizer, where a data rank holds only the gradients of its own shard.
@@ -75,17 +72,17 @@ def sum_gradients(models: torch.nn.Module | Sequence[torch.nn.Module]) -> None:
     """
     models = _listed(models)
     config = get_model_config(models[0])
-    every: list[Tensor] = []
+    dense: list[Tensor] = []
     experts: list[Tensor] = []
     parts: list[Tensor] = []
     for name, parameter in _named(models):
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
-        (experts if _is_expert(parameter) else every).append(parameter.grad)
+        (experts if _is_expert(parameter) else dense).append(parameter.grad)
         split = config.sequence_parallel and getattr(parameter, "sequence_parallel", False)
         if split or (config.qk_layernorm and ("q_layernorm" in name or "k_layernorm" in name)):
             parts.append(parameter.grad)
-    _sum_flat(every, parallel_state.get_data_parallel_group(with_context_parallel=True))
+    _sum_flat(dense, parallel_state.get_data_parallel_group(with_context_parallel=True))
     if experts:
         _sum_flat(experts, parallel_state.get_expert_data_parallel_group())
     _sum_flat(parts, parallel_state.get_tensor_model_parallel_group())
@@ -105,9 +102,10 @@ def sum_gradients(models: torch.nn.Module | Sequence[torch.nn.Module]) -> None:
 def grad_norm(models: torch.nn.Module | Sequence[torch.nn.Module]) -> Tensor:
     """Return ‖∇L‖₂ of the whole model, float64, with the same bits on every model parallel rank.
 
-    Replicated parameters count on one tensor rank, tied embeddings on one stage, experts on the ranks that hold them, and
-    with the distributed optimizer each data rank's own shard. Call it after `finalize_model_grads` or `sum_gradients`, before
-    the optimizer's step: it divides by the loss scale of `config.grad_scale_func` (fp16).
+    Replicated parameters count on one tensor rank, tied embeddings on one stage, experts on the ranks that hold them, and with
+    the distributed optimizer each data rank's own shard. Call it after `finalize_model_grads` or `sum_gradients`, before the
+    optimizer's step: it divides by the loss scale of `config.grad_scale_func` (fp16).
+
     >>> model.zero_grad_buffer()
     >>> grad_norm(model)
     tensor(0., dtype=torch.float64)
@@ -133,14 +131,10 @@ def grad_norm(models: torch.nn.Module | Sequence[torch.nn.Module]) -> Tensor:
 def clip_grads_(models: torch.nn.Module | Sequence[torch.nn.Module], max_norm: float, norm: Tensor) -> None:
     """Scale the gradients by min(1, max_norm / (norm + 1e-6)), in place, without a host sync.
 
-    A loss scale (fp16) stays in them, as Megatron's optimizer expects.
+    `norm` is from `grad_norm`. A loss scale (fp16) stays in the gradients, as Megatron's optimizer expects. ValueError for a
+    max_norm not above 0.
+
     >>> clip_grads_(model, 1.0, grad_norm(model))
-
-    Args:
-        norm: from `grad_norm`.
-
-    Raises:
-        ValueError: max_norm not above 0.
     """
     models = _listed(models)
     if not max_norm > 0:
@@ -168,7 +162,7 @@ def _named(models: Sequence[torch.nn.Module]) -> Iterator[tuple[str, Parameter]]
 
 
 def _own(models: Sequence[torch.nn.Module]) -> Iterator[tuple[Parameter, Tensor]]:
-    """Iterate over parameters and their gradients on this rank; only its shards if they are sharded."""
+    """List parameters with gradients on this rank; only its shards if they are sharded."""
     for model in models:
         if not _is_sharded(model):
             for _, parameter in _named([model]):
@@ -193,7 +187,6 @@ def _is_sharded(model: torch.nn.Module) -> bool:
 
 
 def _data_group(models: Sequence[torch.nn.Module], buffers: str) -> dist.ProcessGroup | None:
-    """Return the data ranks among which gradients are sharded, if they are."""
     sharded = [buffer for model in models if _is_sharded(model) for buffer in getattr(model, buffers)]
     return sharded[0].data_parallel_group if sharded else None
 
@@ -203,7 +196,6 @@ def _is_expert(parameter: Parameter) -> bool:
 
 
 def _is_duplicate(parameter: Parameter, expert: bool) -> bool:
-    """Return whether another tensor rank counts this parameter."""
     if getattr(parameter, "tensor_model_parallel", False):
         return False
     state = parallel_state
@@ -222,7 +214,6 @@ def _gathered_sum(value: Tensor, *groups: dist.ProcessGroup | None) -> Tensor:
 
 
 def _sum_flat(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> None:
-    """Sum tensors in place, with one all-reduce per dtype."""
     if dist.get_world_size(group) == 1:
         return
     for dtype in sorted({tensor.dtype for tensor in tensors}, key=str):

@@ -27,15 +27,13 @@ class FusedHead:
     """Replaces the forward of a model chunk's output layer; module, parameters and hooks are kept.
 
     The model then returns hidden states [B, S/cp, D] (under sequence parallelism [B, S/cp/tp, D]). A call turns them into the
-    first argument of a loss or of `token_logprobs`:
+    first argument of a loss or of `token_logprobs`; on chunks without an output layer it returns its argument:
 
         head = fuse_head(model)
         loss, metrics = loss_fn(head(forward_logits(model, inputs)), data, ...)
         logprobs = token_logprobs(head(forward_logits(model, inputs)), data, ...)
         with head.logits():   # for sampling
             ...
-
-    On chunks without an output layer a call returns its argument.
     """
 
     model: GPTModel
@@ -47,12 +45,8 @@ class FusedHead:
     def __call__(self, output: Tensor, rows: int | None = None) -> Tensor | LMHeadInput:
         """Turn the model's output into a loss's input; logits, inside `logits()`, are returned unchanged.
 
-        Args:
-            rows: upper bound of loss-carrying rows on any rank, see `LMHeadInput`; e.g. the micro-batch's valid tokens, known
-                on the host.
-
-        Raises:
-            ValueError: hidden states of another model that has a fused head.
+        `rows`: upper bound of loss tokens on any rank, see `LMHeadInput`. ValueError for hidden states of another model's fused
+        head.
         """
         if model_of_hidden_states(output) not in (None, self.model):
             raise ValueError("head is the fused head of another model; give what `fuse_head` returned for this one")
@@ -81,13 +75,12 @@ class FusedHead:
 
     @property
     def sequence_parts(self) -> int:
-        """Return the number of cuts of a context rank's sequence: tp if sequence parallel, else 1."""
+        """Return the number of parts of a context rank's sequence: tp if sequence parallel, else 1."""
         config = self.model.config
         return int(config.tensor_model_parallel_size) if config.sequence_parallel else 1
 
     @contextlib.contextmanager
     def logits(self) -> Iterator[None]:
-        """Make the model return logits in a `with` block."""
         self.remove()
         try:
             yield
@@ -95,13 +88,11 @@ class FusedHead:
             self.install()
 
     def install(self) -> None:
-        """Make the model return hidden states."""
         if self.model.post_process:
             # on the instance: class, parameter names and parameter-gathering hooks stay
             self.model.output_layer.forward = _hidden_states
 
     def remove(self) -> None:
-        """Make the model return logits again."""
         if self.model.post_process:
             vars(self.model.output_layer).pop("forward", None)
 
@@ -134,16 +125,12 @@ def fuse_head(
     """Install a `FusedHead` on a model chunk, wrapped or not; `remove()` takes it off.
 
     With a `main_grad` of Megatron's data parallelism, backward adds the weight's gradient to it unscaled, with or without
-    `gradient_accumulation_fusion` (Megatron's later factors apply to all parameters).
+    `gradient_accumulation_fusion`. Options: see `LMHeadInput`.
 
     >>> head = fuse_head(model)
     >>> type(head(forward_logits(model, padded_input(data["input_ids"])))).__name__
     'LMHeadInput'
     >>> head.remove()
-
-    Args:
-        model: a GPTModel, or its wrapper.
-        mode, budget, softcap, logit_scale: see `LMHeadInput`.
 
     Raises:
         ValueError: an output layer that does not return this rank's logits from hidden states alone (another head, gathered

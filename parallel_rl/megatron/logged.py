@@ -18,9 +18,8 @@ def numerator_denominator(
 
         logged = Σ numerator / Σ denominator    over micro-batches, data and context ranks
 
-    `train_step` under `pretrain()` sums pairs [numerator, denominator] and divides, so the log has the global batch's
-    numbers: a sum over the step gets denominators that add up to 1. Extrema and ratios of squares have no such pairs and are
-    left out (see `reduce_metrics`).
+    `train_step` under `pretrain()` sums pairs and divides, so the log has the global batch's numbers: denominators of a sum
+    over the step add up to 1. Extrema and ratios of squares have no such pairs and are left out (see `reduce_metrics`).
 
     >>> counts = count_valid(data)
     >>> loss_func = megatron_loss_func(NLLLoss(), data, *counts, config=config, num_microbatches=1)
@@ -30,11 +29,7 @@ def numerator_denominator(
 
     Args:
         metrics: `report["metrics"]` of the callback that `megatron_loss_func` makes.
-        num_microbatches: of the step, the same on every data rank.
-        groups: defaults to `ParallelGroups.from_megatron()`.
-
-    Raises:
-        ValueError: num_microbatches below 1.
+        num_microbatches: of the step, the same on every data rank; at least 1, else ValueError.
     """
     if num_microbatches < 1:
         raise ValueError(f"num_microbatches = {num_microbatches} must be at least 1")
@@ -45,6 +40,6 @@ def numerator_denominator(
         part = metrics.parts(name)
         if part.kind in _SUMMED:
             value = part.value.to(torch.float64)
-            whole = torch.full_like(value, 1 / parts) if part.denominator is None else part.denominator.to(value)
-            pairs[name] = torch.stack([value, whole])
+            denominator = torch.full_like(value, 1 / parts) if part.denominator is None else part.denominator.to(value)
+            pairs[name] = torch.stack([value, denominator])
     return pairs

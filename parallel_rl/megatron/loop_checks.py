@@ -45,7 +45,6 @@ _finalized: list[tuple[list[Tensor], Tensor]] = []  # gradients of the last insp
 
 
 def warn(text: str) -> None:
-    """Warn the user of this library."""
     warnings.warn(text, stacklevel=4)
 
 
@@ -59,15 +58,11 @@ def is_checked(steps: int) -> bool:
 
 
 def steps_of(models: Sequence[torch.nn.Module]) -> int:
-    """Return how many steps `begin_step` began for a model."""
     return _steps_of_models.get(models[0], 0)
 
 
 def begin_step(models: Sequence[torch.nn.Module], ddp: bool) -> None:
-    """Drop stale `grad` under Megatron's DDP, and warn of gradients that were not zeroed.
-
-    DDP adds `grad` to `main_grad` after each backward, so a `grad` left by an optimizer would count again.
-    """
+    """Drop a stale `grad`, which DDP would add again, and warn of gradients that were not zeroed."""
     steps = steps_of(models)
     _steps_of_models[models[0]] = steps + 1
     if steps and is_checked(steps) and any(bool(grad.any()) for grad in _some_gradients(models)):
@@ -81,10 +76,7 @@ def begin_step(models: Sequence[torch.nn.Module], ddp: bool) -> None:
 
 
 def warn_of_left_gradient(output: Tensor) -> None:
-    """Warn of a gradient left in `grad` before the first backward adds to it under DDP.
-
-    Only the parameter nearest to the model's output is read.
-    """
+    """Warn of a `grad` left before the first backward, by the parameter nearest to the output."""
     parameter = next((weight for weight in _nearest(output) if getattr(weight, "main_grad", None) is not None), None)
     if parameter is None:
         return
@@ -129,10 +121,7 @@ def _nearest(output: Tensor) -> Iterator[Tensor]:
 
 
 def warn_of_factor(loss: Tensor, factor: float, config: TransformerConfig) -> None:
-    """Warn if the schedule does not multiply the loss by `factor` and the loss scale alone.
-
-    Another factor around the callback changes the gradient and no metric. Read on the host in backward.
-    """
+    """Warn, in backward, if the schedule multiplies the loss by more than `factor` and the loss scale."""
     if not loss.requires_grad:
         warn(
             "the loss requires no gradient, so nothing learns: all parameters are frozen, or the model ran under "
@@ -162,10 +151,7 @@ def _size(gradients: Sequence[Tensor]) -> Tensor:
 
 
 def watch_optimizers() -> None:
-    """Warn of an optimizer of torch that steps on DDP's parameters without a gradient, or on zeros.
-
-    A hook before each optimizer step reads parameters on the host, and in the first three steps gradients.
-    """
+    """Warn of a torch optimizer that steps on DDP's parameters without a gradient, or on zeros."""
     if not _optimizer_hook:
         _optimizer_hook.append(register_optimizer_step_pre_hook(_before_optimizer_step))
 
@@ -209,13 +195,12 @@ def _some_gradients(models: Sequence[torch.nn.Module]) -> list[Tensor]:
 
 
 def inner_loss(loss_fn: object) -> object:
-    """Return the loss within a functools.partial, and within the wrapper of packed rows."""
     loss_fn = getattr(loss_fn, "func", loss_fn)
     return getattr(loss_fn, "loss_fn", loss_fn)
 
 
 def facts_of_loss(loss_fn: object, head: object, config: TransformerConfig) -> dict[str, int]:
-    """Return a checksum of a loss's class, config and options, whether it has a head, and the loss scale."""
+    """Return a checksum of the loss (class, config, options), whether it has a head, and the loss scale."""
     loss_fn = inner_loss(loss_fn)
     options = [
         getattr(getattr(loss_fn, "options", None), name, None) for name in ("temperature", "vocab_size", "cp_layout")
@@ -237,7 +222,6 @@ def loss_scale(config: TransformerConfig) -> float:
 
 
 def fact_of_validation() -> dict[str, int]:
-    """Return the mode of `set_validation`, in which ranks must agree."""
     return {"set_validation (0: never, 1: auto, 2: always)": ("never", "auto", "always").index(get_validation())}
 
 
@@ -248,10 +232,7 @@ def facts_of_weights(models: Sequence[torch.nn.Module]) -> dict[str, int]:
 
 
 def facts_of_replicas(models: Sequence[torch.nn.Module]) -> dict[str, int]:
-    """Return a checksum of the shared weights: a few values of each, and whether it trains.
-
-    0 in mode "never", in which `check_step` names such a weight itself.
-    """
+    """Return a checksum of the shared weights, and of which weights train; 0 in mode "never"."""
     if get_validation() == "never":
         return {_OF_REPLICAS: 0}
     weights = [weight for model in models for weight in model.parameters() if getattr(weight, "allreduce", True)]

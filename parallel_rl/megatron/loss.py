@@ -76,7 +76,7 @@ def megatron_loss_func(
 ) -> Callable[[Tensor], LossResult]:
     """Make the loss callback that a forward step returns to `get_forward_backward_func`, under the law.
 
-    The optimizer's gradients are Σ over data and context ranks and micro-batches of ∇share = ∇L, for any number of
+    The optimizer's gradients are Σ over data and context ranks and micro-batches of ∇(local loss) = ∇L, for any number of
     micro-batches and ranks, with or without `calculate_per_token_loss`:
 
     - calculate_per_token_loss: (L, 0, report); nothing is scaled.
@@ -92,35 +92,29 @@ def megatron_loss_func(
     tensor(2.0794)
 
     Each call checks settings, shapes and dtypes on the host. The first three steps of a config (all with
-    `set_validation("always")`) also check values, exchange faults within a pipeline stage, compare data ranks' numbers of
-    micro-batches under expert parallelism, and compare the counts with the step's data; the host waits for this. In backward
-    they warn of a gradient scaled around the callback. Before gradients are finalized they compare weights, wrapper and the
-    rows of all stages on all ranks: until then `config.finalize_model_grads_func` is a function around yours. Pipeline stages
+    `set_validation("always")`) also check values, exchange faults within a pipeline stage, and compare the counts with the
+    step's data and, under expert parallelism, data ranks' numbers of micro-batches; the host waits for this. In backward they
+    warn of a gradient scaled around the callback. Before gradients are finalized, in a function around your
+    `config.finalize_model_grads_func`, they compare weights, wrapper and the rows of all stages on all ranks. Pipeline stages
     raise a fault of the first micro-batch once as many have begun as stages follow, and any other before gradients are
-    finalized. Under `torch.no_grad()` only the call itself is checked.
-
-    Before each step call `model.zero_grad_buffer()` and `optimizer.zero_grad()`: DDP adds what is left in `grad` to the next
-    gradient. The second and third step warn of it.
+    finalized. Under `torch.no_grad()` only the call itself is checked. Before each step call `model.zero_grad_buffer()` and
+    `optimizer.zero_grad()`, since DDP adds what is left in `grad` to the next gradient; the second and third step warn of it.
 
     Args:
         loss_fn: any function with the call of `LossFn`; it returns the local loss and its metrics. If it needs statistics
             of the step, pass `functools.partial(loss_fn, statistics=...)`.
-        data: whole, token-aligned tensors of this micro-batch, the same on each pipeline stage; None on a stage without data,
-            such as Megatron-LM's middle stages.
+        data: whole, token-aligned tensors of this micro-batch, the same on each pipeline stage; None on a stage without data.
         global_valid_seqs, global_valid_toks: from `count_valid` over all micro-batches of the step and all data ranks.
-        config: the model's config; `calculate_per_token_loss` and the experts are read from it.
-        num_microbatches: M of the schedule.
+        config: the model's config. num_microbatches: M of the schedule.
         ddp: the model is in Megatron's DDP with `finalize_model_grads_func` set. False: gradients are summed over data ×
             context by `sum_gradients` or by you.
-        groups: defaults to `ParallelGroups.from_megatron()`.
-        head: from `fuse_head`, if the model has one.
+        head: from `fuse_head`, if the model has one. allow_dropout, groups: see `forward_backward`.
         routed: this micro-batch's of `count_routed`; needed with auxiliary losses under calculate_per_token_loss.
         mtp_loss: trains the heads of multi-token prediction, see `forward_backward`; the model's output is then that of
             `forward_logits(model, inputs, mtp=True)`. None: they do not train.
-        allow_dropout: allow the config's dropout, which makes numbers depend on the layout.
 
     Returns:
-        logits [B, S/cp, V/tp] → what the schedule expects. Its report holds the unscaled share.
+        logits [B, S/cp, V/tp] → what the schedule expects. Its report holds the unscaled local loss.
 
     Raises:
         ValueError: num_microbatches below 1; `ddp` that contradicts `config.finalize_model_grads_func`; dropout with a loss
@@ -130,42 +124,42 @@ def megatron_loss_func(
     """
     where = groups or ParallelGroups.from_megatron()
     counts = (global_valid_seqs, global_valid_toks)
-    whole = loss_fn.func if isinstance(loss_fn, partial) else loss_fn
+    inner = loss_fn.func if isinstance(loss_fn, partial) else loss_fn
     statistics = loss_fn.keywords.get("statistics") if isinstance(loss_fn, partial) else None
-    reads = whole.requirements.reads if isinstance(whole, LossFunction) else None
+    reads = inner.requirements.reads if isinstance(inner, LossFunction) else None
     trains = torch.is_grad_enabled()  # Megatron's evaluation runs without gradients
 
     def check(first: bool) -> None:
-        refuse_name_and_class(whole)
+        refuse_name_and_class(inner)
         check_sizes(config)
         check_scaling(config, num_microbatches, ddp, routed)
         check_auxiliary_losses(config, where.cp_size, by_megatron=True)
         check_heads(config, mtp_loss is not None)
         if head is not None and not callable(head):
             raise ValueError(f"head must be what `fuse_head` returned for this model, got {type(head).__name__}")
-        needs = whole.requirements if isinstance(whole, LossFunction) else None
+        needs = inner.requirements if isinstance(inner, LossFunction) else None
         if trains:
             check_finalizing(config, ddp)
             check_settings(config, needs, allow_dropout=allow_dropout, trains_heads=mtp_loss is not None, first=first)
         if first and where.cp_size > 1:
-            warn_of_cut(config, whole)
+            warn_of_cut(config, inner)
         if needs is not None:
-            check_statistics(type(whole).__name__, needs, statistics)
+            check_statistics(type(inner).__name__, needs, statistics)
         if data is None and is_last_stage():
             raise ValueError("data is None on the last pipeline stage, which computes the loss")
-        if isinstance(whole, LossFunction) and data is not None:
+        if isinstance(inner, LossFunction) and data is not None:
             if not isinstance(data, Mapping):
                 raise ValueError(f"data must be the dict of this micro-batch's tensors, got {type(data).__name__}")
             labelled = with_labels(data)
-            whole.check_inputs(labelled, values=checked)
+            inner.check_inputs(labelled, values=checked)
             if checked:
                 check_counts(*counts, labelled)
                 if "input_ids" in data:  # input_ids of the model; pre-shifted labels do not replace them
-                    check_ids(data, None, whole)
+                    check_ids(data, None, inner)
             if first and dist.get_rank() == 0:
-                warn_of_prompts([labelled], whole.requirements)
-                warn_of_shifted_mask([labelled], whole.requirements)
-                warn_of_precision([labelled], whole.requirements)
+                warn_of_prompts([labelled], inner.requirements)
+                warn_of_shifted_mask([labelled], inner.requirements)
+                warn_of_precision([labelled], inner.requirements)
 
     checked = trains and is_checked(callbacks_of(config).steps)
     looks = False
@@ -174,7 +168,7 @@ def megatron_loss_func(
     if trains:
         looks = callbacks_of(config).add(
             check, data, counts, num_microbatches, where,
-            config=config, ddp=ddp, loss_fn=whole, head=head, statistics=statistics,
+            config=config, ddp=ddp, loss_fn=inner, head=head, statistics=statistics,
         )  # fmt: skip
     else:
         check(False)
@@ -192,7 +186,7 @@ def megatron_loss_func(
         assert data is not None, "only the last stage calls this"
         parts = where.tp_size if config.sequence_parallel and head is None else 1
         outputs = [output] if mtp_loss is None else split_heads(output, config.mtp_num_layers, parts)
-        main, *heads = [each if head is None else head(each) for each in outputs]
+        main, *heads = [output if head is None else head(output) for output in outputs]
         result: Any = loss_fn(  # of any function
             main,
             data,
@@ -207,7 +201,7 @@ def megatron_loss_func(
         if mtp_loss is None:
             return result[0], result[1]
         call = LossCall.of(main, data, counts, where.tp_rank, (where.tensor, where.context))
-        packed = whole.packed_sequences if isinstance(whole, SequencePackingLossWrapper) else None
+        packed = inner.packed_sequences if isinstance(inner, SequencePackingLossWrapper) else None
         call = replace(call, packed_sequences=packed)
         return add_mtp_loss(result, mtp_loss, call, heads, config.mtp_loss_scaling_factor)
 
@@ -269,8 +263,8 @@ def scaled_loss_func(
     groups: ParallelGroups,
     routed: RoutedTokens | None = None,
 ) -> Callable[[Tensor], LossResult]:
-    """Make the callback of `megatron_loss_func` from a function of the output to share and metrics."""
-    auxiliary = has_auxiliary_loss(config)  # multi-token prediction is in the share, see `add_mtp_loss`
+    """Make `megatron_loss_func`'s callback from a function: output → this rank's local loss and metrics."""
+    auxiliary = has_auxiliary_loss(config)  # multi-token prediction is in the local loss, see `add_mtp_loss`
 
     def loss_func(output: Tensor) -> LossResult:
         with plain_torch():
@@ -283,8 +277,7 @@ def scaled_loss_func(
             return loss, torch.zeros((), dtype=torch.int, device=loss.device), report
         # finalize_model_grads multiplies by 1.0 / Σr in torch's default dtype: dividing by the same number is exact
         scaling = (1.0 / routed.step.to(torch.int)).to(loss)
-        # on one context rank only: Megatron sums over data × context, and the ranks' parts of an auxiliary loss, multiplied
-        # by the same number, add up
+        # on one context rank only: Megatron sums over data × context, and the ranks' parts of an auxiliary loss add up
         here = loss.new_full((), routed.here if groups.cp_rank == 0 else 0, dtype=torch.int)
         return loss / scaling, here, report
 

@@ -37,8 +37,7 @@ class MicroBatch:
         input: the input of `forward_logits`.
         data: whole, token-aligned tensors for the loss: input_ids [B, S], token_mask [B, S], sample_mask [B], ...
         packed: the bounds of packed sequences; None for padded rows.
-        carries: [B, S/cp], packed [1, T/cp], bool, on the host: this rank's loss-carrying positions; None if only a device
-            knows.
+        carries: [B, S/cp], packed [1, T/cp], bool, on the host: this rank's loss tokens; None if only a device knows.
         heads: the loss's fields in logits order given as hidden states and a head: a teacher's.
         context_group: the ranks that share these rows: the model's, or the micro-batch's own, see `forward_backward`.
     """
@@ -66,7 +65,7 @@ class MicroBatch:
         return output if head is None else head(output, self._rows(head.sequence_parts))
 
     def _rows(self, parts: int) -> int | None:
-        """Return the largest number of loss positions in `parts` equal cuts of the sequence, without a wait."""
+        """Return the largest number of loss tokens in `parts` equal cuts of the sequence, without a host sync."""
         if self.carries is None:
             return None
         return int(self.carries.view(self.carries.shape[0], parts, -1).sum((0, 2)).max())
@@ -117,9 +116,8 @@ def packed_batch(
     torch.Size([1, 7])
 
     Args:
-        data, device, context_group, cp_layout: see `padded_batch`.
-        lengths: [B] true lengths; host tensors cost no wait for the device.
-        multiple, total: see `packed_bounds`.
+        data, device, context_group, cp_layout: see `padded_batch`. multiple, total: see `packed_bounds`.
+        lengths: [B] true lengths; host tensors need no host sync.
 
     Raises:
         ValueError: data without input_ids or masks; lengths that do not fit, see `packed_bounds`, `packed_input`.
@@ -146,10 +144,9 @@ def tree_batch(
     torch.Size([1, 7])
 
     Args:
-        data, device, cp_layout: see `padded_batch`.
-        lengths: [B] true lengths.
+        data, device, cp_layout: see `padded_batch`. lengths: [B] true lengths.
         alike: data fields that must agree for two tokens to be stored once, see `build_tree`.
-        scored: [B, S] the tokens that may carry loss; None: where token_mask is not 0.
+        scored: [B, S] the tokens that may have loss; None: where token_mask is not 0.
         total: T of a row of fixed length, as pipeline stages need.
 
     Raises:
@@ -203,7 +200,6 @@ def _micro_batch(
 
 
 def _checked_ids(data: Mapping[str, Tensor]) -> Tensor:
-    """Return input_ids [B, S] after checks of labels, masks and padding; raises ValueError."""
     check_labels(data)
     check_masks(data)
     ids = data.get("input_ids")

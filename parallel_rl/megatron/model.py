@@ -35,12 +35,8 @@ from parallel_rl.megatron.weights import initialize_weights, mark_parameters, ma
 class ShardedNorm(torch.nn.Module):
     """RMSNorm or LayerNorm (`config.normalization`) whose parameters are marked for sequence parallelism.
 
-    RMSNorm: y = x / sqrt(mean(x²) + ε) · w (Zhang & Sennrich 2019, arXiv:1910.07467). LayerNorm: y = (x − mean) / sqrt(var +
-    ε) · w + b. The mathematics runs in max(float32, dtype of x). With sequence parallelism each tensor rank has a slice of
-    the tokens, so the weight's gradient is a part; `sequence_parallel` on the parameter makes Megatron sum the parts.
-
-    Raises:
-        ValueError: `config.normalization` is neither "RMSNorm" nor "LayerNorm".
+    RMSNorm: y = x / sqrt(mean(x²) + ε) · w (arXiv:1910.07467). LayerNorm: y = (x − mean) / sqrt(var + ε) · w + b. Computed in
+    max(float32, dtype of x). Under sequence parallelism Megatron sums the marked weights' gradients over tensor ranks.
     """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5) -> None:
@@ -72,7 +68,7 @@ class ShardedNorm(torch.nn.Module):
 
 
 PositionEmbedding = Literal["rope", "learned_absolute"]
-#: fields of TransformerConfig for other layers than `layer_spec` returns, with the value that turns them off
+#: fields of TransformerConfig without effect on the layers of `layer_spec`, with the value that turns them off
 _OTHER_LAYERS = {
     "experimental_attention_variant": None,
     "heterogeneous_block_specs": False,
@@ -171,12 +167,10 @@ def build_model(
         vocab_size: V. Embedding and head are padded to a multiple of `vocab_multiple` × tp; pass the true V to losses as
             `vocab_size=`, which then exclude the padding.
         max_sequence_length: the longest sequence (rows of learned positions).
-        position_embedding: rotary or learned.
         rope_scaling: Llama 3.1's stretching of rotary positions.
         tie_embeddings: one matrix for embedding and LM head.
-        scalar_head: one output a position (`ScalarHead`) in place of logits: a critic or a reward model.
-        seed: of the weights.
-        draw_weights: False leaves matrices uninitialised, for a later load.
+        scalar_head: one output per position (`ScalarHead`) in place of logits: a critic or a reward model.
+        seed: of the weights. draw_weights: False leaves matrices uninitialised, for a later load.
         prefix_trees: the model will run on rows of prefix trees, see `layer_spec`.
         vp_stage: which model chunk of this stage, for an interleaved schedule.
 
@@ -240,13 +234,13 @@ def build_model(
     if scalar_head:
         replace_head(model)
     if tie_embeddings and model.mtp_process and not model.pre_process:
-        # MTP heads look tokens up, so the embedding here is the head; Megatron allocates a second one that is never read
+        # MTP heads look tokens up, so this stage's embedding is the head; Megatron allocates a second that is never read
         model.output_layer.register_parameter("weight", None)
     model.to(device=current_device())
-    # Megatron makes learned positions in torch's default dtype, and without Float16Module they stay so
+    # Megatron makes learned positions in torch's default dtype, and only Float16Module converts them
     model.to(dtype=config.params_dtype)
     mark_parameters(model)
-    # for descriptions of the model: Megatron does not keep these
+    # for `describe_model`; Megatron does not keep these
     model.true_vocab_size, model.rope_scaling, model.scalar_head = vocab_size, rope_scaling, scalar_head
     if draw_weights:
         initialize_weights([model], seed, vocab_size)
@@ -271,13 +265,11 @@ def _not_drawn(config: TransformerConfig) -> Iterator[None]:
 def wrap_model(model: MegatronModule, *, ddp: bool | DistributedDataParallelConfig = True) -> MegatronModule:
     """Wrap a model in `Float16Module` if its config has bf16 or fp16, then in Megatron's DDP.
 
-    With DDP the config gets `finalize_model_grads_func` (and `no_sync_func` if reductions overlap).
+    With DDP the config gets `finalize_model_grads_func` (and `no_sync_func` if reductions overlap). `ddp`: True for gradient
+    buffers in max(float32, dtype) without overlap, a config for anything else, False for none.
 
     >>> type(wrap_model(build_model(config, 8, 4))).__name__
     'DistributedDataParallel'
-
-    Args:
-        ddp: True for gradient buffers in max(float32, dtype) without overlap, a config for anything else, False for none.
     """
     module = model
     mark_sinks([model])
@@ -285,8 +277,8 @@ def wrap_model(model: MegatronModule, *, ddp: bool | DistributedDataParallelConf
         module = Float16Module(model.config, module)
     if ddp is False:
         return module
-    by_dtype = DistributedDataParallelConfig(grad_reduce_in_fp32=model.config.params_dtype.itemsize < 4)
-    settings = ddp if isinstance(ddp, DistributedDataParallelConfig) else by_dtype
+    default = DistributedDataParallelConfig(grad_reduce_in_fp32=model.config.params_dtype.itemsize < 4)
+    settings = ddp if isinstance(ddp, DistributedDataParallelConfig) else default
     wrapped = DistributedDataParallel(model.config, settings, module)
     model.config.finalize_model_grads_func = finalize_model_grads
     if settings.overlap_grad_reduce:

@@ -1,4 +1,4 @@
-"""A TransformerConfig for the current layout, on GPUs or CPUs."""
+"""The TransformerConfig of a layout, on GPUs or CPUs."""
 
 from __future__ import annotations
 
@@ -33,8 +33,6 @@ SAME_EVERYWHERE: Mapping[str, object] = {
 
 
 class Layers(NamedTuple):
-    """Choice of a model's layers, and the reason."""
-
     engine: bool
     why: str
 
@@ -58,7 +56,6 @@ def choose_layers(package: bool, card: bool, dtype: torch.dtype) -> Layers:
 
 
 def layers_here(dtype: torch.dtype) -> Layers:
-    """Return `choose_layers` for this machine."""
     layers = choose_layers(importlib.util.find_spec("transformer_engine") is not None, torch.cuda.is_available(), dtype)
     fault = _import_fault() if layers.engine else None
     return layers if fault is None else Layers(False, f"Transformer Engine does not import: {fault}")
@@ -66,7 +63,7 @@ def layers_here(dtype: torch.dtype) -> Layers:
 
 @lru_cache(maxsize=1)
 def _import_fault() -> str | None:
-    """Return why an installed Transformer Engine does not import; mostly it was built for another torch."""
+    """Return why an installed Transformer Engine does not import, e.g. as it was built for another torch."""
     try:
         importlib.import_module("transformer_engine.pytorch")
     except Exception as error:
@@ -126,18 +123,16 @@ def build_config(
         dtype: of parameters and activations; bfloat16 and float16 need `wrap_model`.
         sequence_parallel: shard activations between tensor-parallel regions; no effect on one tensor rank.
         calculate_per_token_loss: Megatron's flag; `megatron_loss_func` obeys the law with either.
-        gated: SwiGLU instead of GELU.
-        bias: biases in the linear layers. qkv_bias: only of queries, keys and values.
+        gated: SwiGLU instead of GELU. bias: biases in the linear layers. qkv_bias: only of queries, keys and values.
         experts: a mixture of experts in place of every MLP. aux_loss: coefficient of the loss that balances them.
-        recompute: full activation recomputation, layer by layer.
-        deterministic: Megatron's `deterministic_mode`.
+        recompute: full activation recomputation, layer by layer. deterministic: Megatron's `deterministic_mode`.
         dropout: must be 0, or the law does not hold.
         cp_layout: how context ranks cut rows (newer Megatron: `cp_partition_mode`); "contiguous" needs attention and
             positions that support it: `SelfAttentionCore` with learned positions, or a newer Megatron.
         overrides: further fields of TransformerConfig by name.
 
     Raises:
-        ValueError: dropout above 0; experts that drop or draw tokens; FP8 on layers without it; sizes that the layout does
+        ValueError: dropout above 0; experts that drop or sample tokens; FP8 on layers without it; sizes that the layout does
             not divide; an unknown field in `overrides`.
     """
     tp = parallel_state.get_tensor_model_parallel_world_size()
@@ -171,7 +166,7 @@ def build_config(
         "context_parallel_size": parallel_state.get_context_parallel_world_size(),
         "pipeline_model_parallel_size": pp,
         "virtual_pipeline_model_parallel_size": virtual_pp,
-        "variable_seq_lengths": pp > 1,  # stages exchange shapes: those of packed rows and rollouts vary
+        "variable_seq_lengths": pp > 1,  # stages exchange shapes, which vary for packed rows and rollouts
         # batched sends would mix activations and gradients if an interleaved stage's neighbours are one rank
         "overlap_p2p_comm": virtual_pp is not None,
         "batch_p2p_comm": virtual_pp is None,
@@ -186,15 +181,15 @@ def build_config(
         **(overrides or {}),
     }
     if fields.get("num_moe_experts") is None:
-        fields["expert_model_parallel_size"] = 1  # e.g. a dense teacher next to a model with experts
-    known = CUT in TransformerConfig.__dataclass_fields__
-    if known:
+        fields["expert_model_parallel_size"] = 1  # e.g. for a dense teacher of a model with experts
+    has_layout = CUT in TransformerConfig.__dataclass_fields__
+    if has_layout:
         fields[CUT] = cp_layout
     _check_fields(fields, tp, pp, virtual_pp)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="full scope is deprecated")  # of Megatron's own default
         config = TransformerConfig(**fields)
-    if not known:
+    if not has_layout:
         setattr(config, CUT, cp_layout)
     return config
 
@@ -235,12 +230,12 @@ def _fusions(activation: bool, dtype: torch.dtype) -> dict[str, object]:
 def layout_dependence(fields: Mapping[str, object], names: Collection[str] = SAME_EVERYWHERE) -> str:
     """Describe the first of these fields that makes numbers depend on the layout; "" without any."""
     for name in names:
-        right = SAME_EVERYWHERE[name]
-        if (value := fields.get(name, right)) != right:
-            return f"{name} = {value} must be {right}: with it the numbers depend on the layout"
+        required = SAME_EVERYWHERE[name]
+        if (value := fields.get(name, required)) != required:
+            return f"{name} = {value} must be {required}: with it the numbers depend on the layout"
     if fields.get("moe_router_load_balancing_type") == "sinkhorn":
         return (
-            "moe_router_load_balancing_type = 'sinkhorn' shares out the tokens that a rank has at a time: with it the numbers "
+            "moe_router_load_balancing_type = 'sinkhorn' balances the tokens that a rank holds at a time: with it the numbers "
             "depend on the layout; use 'aux_loss', 'seq_aux_loss', 'global_aux_loss' or 'none'"
         )
     return ""

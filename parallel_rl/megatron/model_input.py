@@ -18,12 +18,9 @@ from parallel_rl.validation import checks_values
 
 @dataclass(frozen=True)
 class ModelInput:
-    """Tokens and positions of this context rank, [B, S/cp] or packed [1, T/cp], and packed bounds.
+    """Tokens, positions (of a prefix tree: depths) of this context rank, [B, S/cp] or packed [1, T/cp].
 
-    In a prefix tree's row, [1, T/cp], positions are depths.
-
-    Attributes:
-        highest: id of the whole rows; None where values are not checked.
+    highest: id of the whole rows; None where values are not checked.
     """
 
     tokens: Tensor
@@ -65,10 +62,9 @@ def packed_input(
     tensor([[0, 1, 2, 3, 0, 1, 2]])
 
     Args:
-        input_ids: [B, S], the same on every context rank.
-        cu_seqlens: [B + 1] integers, cumulative true lengths from 0; host tensors cost no wait for the device.
+        input_ids, context: see `padded_input`.
+        cu_seqlens: [B + 1] integers, cumulative true lengths from 0; host tensors need no host sync.
         cu_seqlens_padded: [B + 1] the same with padding; `packed_bounds` makes both.
-        context: see `padded_input`.
 
     Raises:
         ValueError: bounds that do not fit the rows, or lengths that are not divisible by 2·cp.
@@ -88,10 +84,9 @@ def packed_input(
         device=input_ids.device,
     )
     longest = int(bounds.diff().max())
-    # causality hides a sequence's padding, which follows it: padded bounds suffice, and kernels without gaps stay usable
+    # causality hides the padding behind a sequence, so padded bounds suffice for kernels without gaps
     padded = bounds.to(device=input_ids.device, dtype=torch.int32)
-    # given both, Transformer Engine (up to 2.9; later unless `pad_between_seqs` is set) compares them on the host, twice a
-    # layer
+    # given both, Transformer Engine (up to 2.9, or without `pad_between_seqs`) compares them on the host twice per layer
     again = padded if context.size > 1 else None
     packed = PackedSeqParams(
         qkv_format="thd",
@@ -115,18 +110,14 @@ def tree_input(tree: PrefixTree, context: Context | None = None, device: torch.d
     tensor([[0, 1, 2, 2]])
 
     Args:
-        tree: see `build_tree`; its `multiple_of` is what the layout needs.
-        context: see `padded_input`.
-        device: of the model; None is the host.
-
-    Raises:
-        ValueError: a row or a tree that does not divide over the context ranks.
+        tree: see `build_tree`; its `multiple_of` must suit the layout, else ValueError.
+        context: see `padded_input`. device: of the model; None is the host.
     """
     context, device = context or Context.present(), device or torch.device("cpu")
     layout = tree.layout(cp_size=context.size, cp_rank=context.rank, cp_layout=context.layout, device=device)
     owner, local = tree.owners(context.size, context.layout)
-    mine = (owner == context.rank).nonzero()[:, 0]
-    rows = mine[local[mine].argsort()]
+    columns = (owner == context.rank).nonzero()[:, 0]
+    rows = columns[local[columns].argsort()]
     tokens, depths = (x[rows][None].to(device) for x in (tree.row(tree.input_ids), tree.depth))
     packed = tree_params(tree_plan(tree, context, device), tree)
     return ModelInput(tokens, depths, packed, layout, context, tree, _check_ids(tree.input_ids))
@@ -145,10 +136,8 @@ def packed_bounds(
     ([0, 4, 7], [0, 4, 8])
 
     Args:
-        lengths: [B] true lengths.
-        multiple: further divisor of each padded length.
-        total: T of a row of fixed length.
-        context: see `padded_input`; `ALONE` only needs `multiple`.
+        lengths: [B] true lengths. multiple: further divisor of each padded length.
+        total: T of a row of fixed length. context: see `padded_input`; `ALONE` only needs `multiple`.
 
     Raises:
         ValueError: lengths that are not [B] integers ≥ 1; a `total` that is too small or not such a multiple.
@@ -160,13 +149,13 @@ def packed_bounds(
     unit = math.lcm(multiple, 2 * size if size > 1 and context.layout == "zigzag" else 1)
     row = math.lcm(unit, size * context.tensor)
     host = lengths.detach().cpu().to(torch.int64)
-    rooms = (host + unit - 1) // unit * unit
-    needed = int(rooms.sum())
-    whole = -(-needed // row) * row if total is None else total
-    if whole < needed or whole % row:
+    padded = (host + unit - 1) // unit * unit
+    needed = int(padded.sum())
+    row_length = -(-needed // row) * row if total is None else total
+    if row_length < needed or row_length % row:
         raise ValueError(f"total = {total} must be at least {needed} and divisible by {row}")
-    rooms[-1] += whole - needed
-    return _cumulate(host), _cumulate(rooms)
+    padded[-1] += row_length - needed
+    return _cumulate(host), _cumulate(padded)
 
 
 def _local(input_ids: Tensor, layout: SequenceLayout) -> tuple[Tensor, Tensor]:

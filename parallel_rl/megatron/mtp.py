@@ -27,8 +27,7 @@ if TYPE_CHECKING:
 def heads_running(model: GPTModel, wanted: bool) -> Iterator[None]:
     """Append the heads' output to the model's, or turn the heads off, in a `with` block.
 
-    Megatron's own loss of the heads needs labels that do not fit our packing and is always off: it runs where the config
-    (0.15: the model) names heads after their block is done.
+    Megatron's own loss of the heads, whose labels do not fit our packing, is off: no head is named after the block is done.
     """
     count, block = model.config.mtp_num_layers, getattr(model, "mtp", None)
 
@@ -71,15 +70,14 @@ def _checkpointed(
 def split_heads(output: Tensor, heads: int, parts: int) -> list[Tensor]:
     """Split [B, (1 + heads)·S, ...] into the model's own output and that of each head, [B, S, ...] each.
 
+    `parts`: tensor ranks whose parts of the sequence, each with all heads, follow each other; 1 for one rank's output.
+
     >>> [x.tolist() for x in split_heads(torch.arange(4).view(1, 4, 1), heads=1, parts=1)]
     [[[[0], [1]]], [[[2], [3]]]]
-
-    Args:
-        parts: tensor ranks whose parts of the sequence, each with all heads, follow each other; 1 for one rank's output.
     """
     batch, total, *rest = output.shape
     cut = output.view(batch, parts, 1 + heads, total // (1 + heads) // parts, *rest)
-    return [each.reshape(batch, -1, *rest) for each in cut.unbind(2)]
+    return [part.reshape(batch, -1, *rest) for part in cut.unbind(2)]
 
 
 def ahead(data: Mapping[str, Tensor], depth: int) -> dict[str, Tensor]:
@@ -101,19 +99,19 @@ def add_mtp_loss(
 
         NLL_k = AGG(−log π_k(y_{t+1+k} | y_{≤t+k})),  with the step's global counts: a part that obeys the law
 
-    A token counts for a head if it carries loss and is in the same sequence, so not prompts, padding or the next packed
-    sequence. Paper: DeepSeek-V3, arXiv 2412.19437.
+    A loss token counts for a head if the token is in the same sequence, so not prompts, padding or the next packed sequence.
+    Paper: DeepSeek-V3, arXiv 2412.19437.
 
     Args:
-        loss: this rank's part of the model's own loss, and its metrics.
-        call: of the model's own loss.
-        outputs: of the heads, in order.
-        scale: λ, Megatron's `mtp_loss_scaling_factor`.
+        loss: this rank's part of the model's own loss, and its metrics. call: of the model's own loss.
+        outputs: of the heads, in order. scale: λ, Megatron's `mtp_loss_scaling_factor`.
     """
-    shares, (main, metrics) = [], loss
+    losses, (main, metrics) = [], loss
     parts = {name: metrics.parts(name) for name in metrics}
     for depth, output in enumerate(outputs, 1):
-        share, of_head = loss_fn.run(replace(call, output=output, data=ahead(call.data, depth), statistics=None))
-        shares.append(share)
-        parts[f"mtp_{depth}/loss"] = of_head.parts("loss")
-    return main + torch.stack(shares).sum() * (scale / len(shares)), Metrics(parts)
+        loss_of_head, metrics_of_head = loss_fn.run(
+            replace(call, output=output, data=ahead(call.data, depth), statistics=None)
+        )
+        losses.append(loss_of_head)
+        parts[f"mtp_{depth}/loss"] = metrics_of_head.parts("loss")
+    return main + torch.stack(losses).sum() * (scale / len(losses)), Metrics(parts)

@@ -68,12 +68,12 @@ def positions_unit(config: TransformerConfig) -> int:
 
 
 def check_positions(config: TransformerConfig, tokens: Iterable[Tensor]) -> None:
-    """Raise ValueError for tokens [B, S/cp] or [1, T/cp] on which Transformer Engine would fail."""
+    """Refuse tokens [B, S/cp] or [1, T/cp] on which Transformer Engine would fail."""
     unit = positions_unit(config)
-    for each in tokens:
-        if each.numel() % unit:
+    for rows in tokens:
+        if rows.numel() % unit:
             raise ValueError(
-                f"a micro-batch has {each.shape[0]} × {each.shape[1]} positions on a context rank, which with fp8 = "
+                f"a micro-batch has {rows.shape[0]} × {rows.shape[1]} positions on a context rank, which with fp8 = "
                 f"{config.fp8!r} must be a multiple of {unit}: pad its rows, or give `packed_batch` a `total` that is one × cp"
             )
 
@@ -99,7 +99,7 @@ def prepare(
     *,
     allow_dropout: bool = False,
 ) -> list[MicroBatch]:
-    """Return the step's micro-batches once every rank has valid ones; ValueErrors of `forward_backward`."""
+    """Return the step's micro-batches, checked on all ranks; ValueErrors of `forward_backward`."""
     config = get_model_config(models[0])
     like = torch.empty(0, device=next(models[0].parameters()).device)
     layout = [parallel_state.get_model_parallel_group(), groups.context]
@@ -115,9 +115,9 @@ def prepare(
     }
 
     alone = groups.tp_size == parallel_state.get_pipeline_model_parallel_world_size() == 1
-    # The first step compares them in mode "never" too, so that ranks of several modes do not wait for each other.
+    # in the first step also in mode "never", so that ranks of different modes do not wait for each other
     loss = facts_of_loss(loss_fn, head, config) if checked or first else {}
-    # Later steps see gradients that were not summed over data ranks; a delayed gather shows other weights until the forward.
+    # later steps find gradients that were not summed over data ranks; a delayed gather has other weights until the forward
     gathered = not any(getattr(model, "overlap_param_gather_enabled", False) for model in models)
     weights = facts_of_weights([] if fault else models) if first or (checked and gathered) else {}
     same |= loss | (weights if alone else {})
@@ -132,7 +132,7 @@ def prepare(
     def check() -> list[MicroBatch]:
         if fault is not None:
             raise fault
-        # The last pipeline stage alone calls the loss; what it would miss, the other stages must hear before they send.
+        # only the last pipeline stage calls the loss, so all stages check its fields before they send
         for fields in data:
             loss_fn.check_inputs(fields, values=checked)
         cut: CPLayout = getattr(config, CUT, "zigzag")
@@ -168,7 +168,7 @@ def prepare(
         return prepared
 
     sharing = loss | weights
-    if parallel_state.get_expert_model_parallel_world_size() > 1:  # experts are asked by data ranks together
+    if parallel_state.get_expert_model_parallel_world_size() > 1:  # data ranks call experts together
         sharing |= {"the number of micro-batches (with expert parallelism; add masked ones)": len(batches)}
     elif compares_data_ranks(config):
         why = "with FP8 by delayed scaling; add masked ones, or choose another fp8_recipe"
@@ -181,7 +181,7 @@ def prepare(
     health: Callable[[], list[MicroBatch]] = check
     if replicas:
         health = partial(raise_on_all_ranks, check, [groups.tensor], same=replicas)
-    # First within what holds the same rows, then over the ranks with other rows, which agree in nothing but their health.
+    # first within the ranks of the same rows, then over ranks with other rows, which compare only faults and weights
     prepared = raise_on_all_ranks(
         lambda: raise_on_all_ranks(health, layout, looks, same, alike=alike),
         [groups.data if groups.dp_size == 1 else groups.data_context or groups.data],
@@ -196,7 +196,7 @@ def prepare(
 def _masked(
     models: Sequence[torch.nn.Module], loss_fn: LossFunction, groups: ParallelGroups
 ) -> list[Mapping[str, Tensor]]:
-    """Input for a data rank without a micro-batch: its model takes part in the collectives of the others."""
+    """Make the input of a data rank without a micro-batch, which takes part in the others' collectives."""
     needs = loss_fn.requirements
     local = [field.name for field in needs.fields if field.per == "local"]
     if local:
@@ -215,8 +215,10 @@ def _check_context(
     for batch in batches:
         wanted = batch.input.context.layout
         if wanted != of_model or (of_loss is not None and wanted != of_loss.cp_layout):
-            said = "" if of_loss is None else f", the loss {of_loss.cp_layout!r}"
-            raise ValueError(f"a micro-batch is cut {wanted!r} over context ranks, the model wants {of_model!r}{said}")
+            and_loss = "" if of_loss is None else f", the loss {of_loss.cp_layout!r}"
+            raise ValueError(
+                f"a micro-batch is cut {wanted!r} over context ranks, the model wants {of_model!r}{and_loss}"
+            )
     if any(batch.context_group != "model" for batch in batches) and (groups.cp_size > 1 or config.num_moe_experts):
         raise ValueError(
             f"context groups of micro-batches need context_parallel_size = 1 and no experts, got {groups.cp_size} and "

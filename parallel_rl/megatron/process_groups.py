@@ -30,6 +30,7 @@ def initialize(
     """Create Megatron's process groups and random states; the rest of the world is data parallel.
 
     A layout of the same sizes is kept, another one is destroyed first. Without CUDA, `enable_cpu()` is called.
+
     >>> initialize(tp=1, cp=1, pp=1)
 
     Args:
@@ -76,15 +77,12 @@ def initialize(
         _present[:] = [(dist.group.WORLD, layout)]
     if dist.get_backend() == "gloo" and torch.cuda.is_available():
         reduce_one_by_one()
-    # the host has one random state, which Megatron's tracker must not swap; nothing in a model is random
+    # the host has one random state, which Megatron's tracker must not swap
     tensor_parallel.model_parallel_cuda_manual_seed(seed, inference_rng_tracker=on_host, force_reset_rng=True)
 
 
 def reduce_one_by_one() -> None:
-    """Make Megatron's DDP reduce and gather each bucket by a separate collective.
-
-    gloo's coalesced collectives refuse GPU tensors. Without `overlap_grad_reduce` there is nothing to wait for.
-    """
+    """Make Megatron's DDP reduce each bucket separately; gloo's coalesced collectives refuse GPU tensors."""
     param_and_grad_buffer._coalescing_manager = _one_by_one
 
 
@@ -98,8 +96,9 @@ def _one_by_one(group: dist.ProcessGroup, async_ops: bool = False) -> Iterator[N
 def destroy() -> None:
     """Destroy Megatron's process groups, their communicators and threads; the default process group stays.
 
-    Call it before `torch.distributed.destroy_process_group()`, which keeps the threads of a gloo group that Megatron refers
-    to: a thread that frees a tensor at interpreter exit aborts the finished process.
+    Call it before `torch.distributed.destroy_process_group()`, which keeps the threads of a gloo group that Megatron refers to:
+    a thread that frees a tensor at interpreter exit aborts the finished process.
+
     >>> destroy()
     >>> initialize()
     """
@@ -108,7 +107,7 @@ def destroy() -> None:
     if parallel_state.model_parallel_is_initialized():
         parallel_state.destroy_model_parallel()
         for name, value in list(vars(parallel_state).items()):
-            if isinstance(value, dist.ProcessGroup):  # it keeps a few
+            if isinstance(value, dist.ProcessGroup):  # Megatron keeps a few
                 setattr(parallel_state, name, None)
     for group in groups:
         if isinstance(group, dist.ProcessGroup) and group in dist.distributed_c10d._world.pg_map:

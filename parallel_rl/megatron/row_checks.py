@@ -34,16 +34,10 @@ _WARNED: set[tuple[int, int | None]] = set()
 def check_ids(data: Mapping[str, Tensor], columns: int | None, loss_fn: object) -> None:
     """Refuse ids without an embedding in the model or a column in the loss, where values are checked.
 
-    A tensor rank embeds an id outside the vocabulary as 0 without an error, in prompts and padding too.
+    A tensor rank embeds an id outside the vocabulary as 0 without an error, in prompts and padding too. The ValueError names
+    the first such id and its place. `columns`: of the model; None: unknown, or the model embeds other ids itself.
 
     >>> check_ids({"input_ids": torch.tensor([[0, 7]]), "token_mask": torch.ones(1, 2), "sample_mask": torch.ones(1)}, 8, None)
-
-    Args:
-        data: with masks and integer ids.
-        columns: of the model's vocabulary; None: unknown, or the model embeds other ids itself.
-
-    Raises:
-        ValueError: names the first id and its place.
     """
     ids, tokens = data["input_ids"], _vocab_size(loss_fn)
     if not checks_values(ids) or not ids.numel():
@@ -61,7 +55,7 @@ def check_ids(data: Mapping[str, Tensor], columns: int | None, loss_fn: object) 
 
 
 def check_columns(columns: int, loss_fn: object) -> None:
-    """Raise ValueError if the loss has more tokens than the model columns; only one stage would notice."""
+    """Refuse a loss with more tokens than the model has columns; only one stage would notice."""
     tokens = _vocab_size(loss_fn)
     if tokens is not None and tokens > columns:
         raise ValueError(f"the loss has vocab_size = {tokens}, the model's vocabulary only {columns} columns")
@@ -71,7 +65,7 @@ def check_right_padded(data: Mapping[str, Tensor]) -> None:
     """Raise ValueError for rows padded on the left or with several sequences, by mask and positions."""
     attended, positions = data.get("attention_mask"), data.get("position_ids")
     shape = data["token_mask"].shape
-    cure = "padded_batch takes one sequence a row, from column 0 on; padding comes behind it"
+    cure = "padded_batch takes one sequence per row, from column 0 on, then padding"
     if isinstance(attended, torch.Tensor) and attended.shape == shape and checks_values(attended):
         padded = ~attended[:, 0].bool() & attended.bool().any(1)
         if bool(padded.any()):
@@ -106,7 +100,7 @@ def warn_of_prompts(batches: Sequence[Mapping[str, object]], needs: Requirements
 
 
 def warn_of_shifted_mask(batches: Sequence[Mapping[str, object]], needs: Requirements) -> None:
-    """Warn of a token_mask shifted by one from recorded log-probs, if those are 0 outside of responses."""
+    """Warn of a token_mask shifted by one from recorded log-probs that are 0 outside of responses."""
     for name in (name for name in needs.names if name.endswith("logprobs")):
         edges = [_edges(data, data[name]) for data in batches if name in data]
         if not edges or any(edge is None for edge in edges):
@@ -139,9 +133,8 @@ def _edges(data: Mapping[str, object], field: object) -> Tensor | None:
 
 
 def warn_of_repeats(batches: Sequence[Mapping[str, object]]) -> None:
-    """Warn of a step whose micro-batches are one object, such as `[data] * M`."""
     rows = [data.get("input_ids") for data in batches]
-    if len(rows) > 1 and rows[0] is not None and all(one is rows[0] for one in rows):
+    if len(rows) > 1 and rows[0] is not None and all(ids is rows[0] for ids in rows):
         warn(
             f"all {len(rows)} micro-batches of the first step are the same tensor of input_ids; give each its own rows, "
             "since a repeated one only costs time"
@@ -149,7 +142,7 @@ def warn_of_repeats(batches: Sequence[Mapping[str, object]]) -> None:
 
 
 def warn_of_precision(batches: Sequence[Mapping[str, object]], needs: Requirements) -> None:
-    """Warn of recorded log-probs of 16 bits, for the first field that has them."""
+    """Warn of the first field of recorded log-probs in 16 bits."""
     for name in (name for name in needs.names if name.endswith("logprobs")):
         for values in (data.get(name) for data in batches):
             if isinstance(values, torch.Tensor) and values.element_size() < _BYTES:
@@ -179,7 +172,6 @@ def warn_of_same_rows(rows: int | None, data_group: ProcessGroup | None) -> None
 
 
 def warn_of_cut(config: TransformerConfig, loss_fn: object) -> None:
-    """Warn of a loss that cuts rows over context ranks unlike the model."""
     model, loss = getattr(config, CUT, "zigzag"), getattr(_options(loss_fn), "cp_layout", None)
     if loss not in (None, model):
         warn(
@@ -191,9 +183,7 @@ def warn_of_cut(config: TransformerConfig, loss_fn: object) -> None:
 def warn_of_padding(loss_fn: object, columns: int, tp: int, true: int | None = None) -> None:
     """Warn once of padding in every softmax: more columns than tokens, and a loss without their number.
 
-    Args:
-        columns: of the vocabulary with padding, over all tensor ranks.
-        true: V, if known; None: presume Megatron's padding if `columns` are a multiple of its unit.
+    columns: over all tensor ranks. true: V; None: presume Megatron's padding if `columns` are a multiple of its unit.
     """
     size = _vocab_size(loss_fn)
     if _options(loss_fn) is None or (columns, size) in _WARNED:

@@ -34,9 +34,8 @@ def check_model(
 ) -> None:
     """Refuse models with which `forward_backward` is wrong or cannot run; warn of others in step 1.
 
-    Raises:
-        ValueError: see `check_sizes`, `check_heads` and `check_settings`; logits gathered over tensor ranks; a wrapper
-            without `finalize_model_grads_func`; replicated experts that are not summed; a fused head without head=.
+    ValueError as of `check_sizes`, `check_heads` and `check_settings`; for logits gathered over tensor ranks, a wrapper without
+    `finalize_model_grads_func`, replicated experts that are not summed, or a fused head without head=.
     """
     config, first = get_model_config(models[0]), steps_of(models) == 0
     check_sizes(config)
@@ -65,10 +64,9 @@ def check_model(
 
 
 def check_sizes(config: TransformerConfig) -> None:
-    """Raise ValueError for a config with other sizes than Megatron's process groups.
+    """Refuse a config with other sizes than Megatron's process groups, since Megatron reads both.
 
-    Megatron reads both in different places: context ranks would attend to their own tokens only, stages hold all layers.
-    Two interleaved stages without overlap_p2p_comm are refused, too.
+    Also refuses two interleaved stages without overlap_p2p_comm.
     """
     sizes = {
         "tensor_model_parallel_size": parallel_state.get_tensor_model_parallel_world_size(),
@@ -94,9 +92,7 @@ def check_settings(
 ) -> None:
     """Refuse dropout with recorded log-probs; in the `first` step warn of settings wrong for most losses.
 
-    Raises:
-        ValueError: dropout in a training model's config, for a loss that reads recorded log-probs; a loss scale that is no
-            finite positive number; a second scale of experts' auxiliary losses.
+    ValueError also for a loss scale that is no finite positive number, and a second scale of experts' auxiliary losses.
     """
     drops = {name: getattr(config, name) for name in ("attention_dropout", "hidden_dropout") if getattr(config, name)}
     if drops and not allow_dropout:
@@ -177,12 +173,8 @@ def check_finalizing(config: TransformerConfig, ddp: bool) -> None:
 def check_rows(models: Sequence[torch.nn.Module], shapes: Sequence[tuple[int, ...]], *, packed: bool) -> None:
     """Refuse micro-batches that the model's attention, or the exchange between its stages, cannot take.
 
-    Args:
-        shapes: of the micro-batches' tokens on this rank. packed: some row is packed.
-
-    Raises:
-        ValueError: packed rows on Megatron's own attention, whose assertion would stop one stage only; several shapes; a
-            wrong number of micro-batches for interleaved stages.
+    shapes: of the micro-batches' tokens on this rank. ValueError for packed rows on Megatron's own attention, several shapes,
+    or a wrong number of micro-batches for interleaved stages.
     """
     config, stages = get_model_config(models[0]), parallel_state.get_pipeline_model_parallel_world_size()
     if packed and any(isinstance(module, DotProductAttention) for model in models for module in model.modules()):
@@ -258,7 +250,7 @@ def _check_wrappers(models: Sequence[torch.nn.Module]) -> None:
     if any(is_wrapped != finalized for is_wrapped in wrapped):
         raise ValueError(
             "config.finalize_model_grads_func must be set if, and only if, every model chunk is wrapped in Megatron's data "
-            f"parallelism; it is {'set' if finalized else 'None'}, wrapped: {wrapped}. `wrap_model` sees to both"
+            f"parallelism; it is {'set' if finalized else 'None'}, wrapped: {wrapped}. `wrap_model` does both"
         )
     check_scaling_of_wrappers(models, config)
     if not config.num_moe_experts:
@@ -274,18 +266,18 @@ def _check_wrappers(models: Sequence[torch.nn.Module]) -> None:
             raise ValueError(
                 f"tensor ranks hold replicas of experts (expert_tensor_parallel_size = {config.expert_tensor_parallel_size} of "
                 f"{config.tensor_model_parallel_size}) whose gradients Megatron does not sum over them without expert "
-                "parallelism: their parameters need allreduce = False before DDP is made (`build_model` sees to it)"
+                "parallelism: their parameters need allreduce = False before DDP is made (`build_model` sets it)"
             )
 
 
 def check_scaling_of_wrappers(models: Sequence[torch.nn.Module], config: TransformerConfig) -> None:
-    """Refuse a `calculate_per_token_loss` set after DDP read it: DDP's division would not match."""
+    """Refuse a `calculate_per_token_loss` set after DDP read it, which would divide wrongly."""
     wrappers = [model for model in models if isinstance(model, DistributedDataParallel)]
     for wrapper in wrappers:
         ranks = parallel_state.get_data_parallel_world_size(with_context_parallel=True)
-        whole = config.calculate_per_token_loss or wrapper.ddp_config.average_in_collective
+        keeps_sums = config.calculate_per_token_loss or wrapper.ddp_config.average_in_collective
         factor = wrapper.buffers[0].gradient_scaling_factor if wrapper.buffers else None
-        if factor is not None and factor != (1.0 if whole else 1.0 / ranks):
+        if factor is not None and factor != (1.0 if keeps_sums else 1.0 / ranks):
             raise ValueError(
                 f"config.calculate_per_token_loss = {config.calculate_per_token_loss} was set after Megatron's DDP was made, "
                 f"which multiplies gradients by {factor:g} as it was before; set it before the model is wrapped"
@@ -293,7 +285,7 @@ def check_scaling_of_wrappers(models: Sequence[torch.nn.Module], config: Transfo
 
 
 def _check_trained(models: Sequence[torch.nn.Module]) -> None:
-    """Refuse a model without trained parameters: its schedule has no backward. A stage may be frozen."""
+    """Refuse a model without trained parameters, whose schedule has no backward; a stage may be frozen."""
     if any(parameter.requires_grad for model in models for parameter in model.parameters()):
         return
     text = (

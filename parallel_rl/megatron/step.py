@@ -52,10 +52,8 @@ Queue = Iterator[tuple[MicroBatch, RoutedTokens | None]]
 class StepReport:
     """Metrics and global counts of one optimizer step, equal on every rank.
 
-    Attributes:
-        metrics: name → float64 scalar on the device, as of one process with the whole global batch; `loss` is L, `empty_rows`
-            the rows with sample_mask 1 and no valid token, which count as sequences.
-        counts: valid sequences and tokens over all data ranks and micro-batches.
+    metrics: name → float64 scalar on the device, as of one process with the whole global batch; `loss` is L, `empty_rows` the
+    rows with sample_mask 1 and no valid token, which count as sequences. counts: over all data ranks and micro-batches.
     """
 
     metrics: dict[str, Tensor]
@@ -81,12 +79,12 @@ def forward_backward(
 
         ∇L of Σ over data ranks, context ranks and micro-batches of loss_fn(logits, data, N_seq, N_tok, ...) = L
 
-    It counts valid sequences and tokens, and the loss's own counts, over the step; collects what the loss needs of the
+    It counts valid sequences and tokens, and the loss's own counts, over the step; collects the loss's statistics of the
     current policy (a pass without gradient, if it `needs_collect`); runs Megatron's schedule for the layout (pipeline stages
     and virtual chunks included), undoes Megatron's factors, and reduces the metrics. In a loss's first micro-batches the host
-    waits to compare recorded log-probs with the policy's, and warns if they are shifted by one place or of another
-    temperature. With Megatron's DDP the gradient is in `main_grad`, otherwise summed over ranks in `grad`. Zero gradients
-    before; clip and step after it:
+    waits to compare recorded log-probs with the policy's, and warns if they are shifted by one place or of another temperature.
+    With Megatron's DDP the gradient is in `main_grad`, otherwise summed over ranks in `grad`. Zero gradients before; clip and
+    step after it:
 
     >>> model.zero_grad_buffer()
     >>> report = forward_backward(model, NLLLoss(vocab_size=8), [data])
@@ -96,9 +94,9 @@ def forward_backward(
 
     A model's first step warns of dropout, fp16 without `config.grad_scale_func`, untrained MTP heads, and rows that are the
     same on all data ranks. The second and third (all with `set_validation("always")`) warn of gradients that were not zeroed;
-    the host waits for this. With DDP, `grad` is emptied before the first micro-batch. An optimizer of torch that steps
-    without `grad` causes a warning: it needs `copy_main_grads`. In its first three steps, gradients that are all 0 or that
-    grew after the backward cause one, too.
+    the host waits for this. With DDP, `grad` is emptied before the first micro-batch. An optimizer of torch that steps without
+    `grad` causes a warning: it needs `copy_main_grads`. In its first three steps, so do gradients that are all 0 or that grew
+    after the backward.
 
     Args:
         model: this rank's model, wrapped by `wrap_model` or by Megatron's training code; under an interleaved schedule the
@@ -153,10 +151,10 @@ def forward_backward(
     def forward(model: torch.nn.Module, batch: MicroBatch, mtp: bool = False) -> Tensor:
         if before_forward is not None:
             before_forward()
-        own = batch.context_group
+        group = batch.context_group
         if balance is not None:
             balance.enter(batch)
-        with nullcontext() if own == "model" else context_group(model, own):
+        with nullcontext() if group == "model" else context_group(model, group):
             output = forward_logits(model, batch.input, mtp=mtp)
         if balance is not None:
             balance.follow(output, batch)
@@ -186,14 +184,14 @@ def forward_backward(
         parts = groups.tp_size if config.sequence_parallel and head is None else 1
         output, *heads = split_heads(output, config.mtp_num_layers, parts)
         call = _call(output, batch, counts, head, groups, statistics)
-        inputs = [each if head is None else head(each) for each in heads]
+        inputs = [hidden if head is None else head(hidden) for hidden in heads]
         return add_mtp_loss(loss_fn.run(call), mtp_loss, call, inputs, config.mtp_loss_scaling_factor)
 
     check_scaling(config, len(prepared), ddp, routed[0])
     forget_scales(config)
     if config.no_sync_func is not None:
-        # a schedule reads only the first chunk's config, and a config shared with another model holds that model's function
-        config.no_sync_func = [each.no_sync for each in models] if len(models) > 1 else models[0].no_sync
+        # a schedule reads only the first chunk's config, which may hold the function of another model that shares it
+        config.no_sync_func = [chunk.no_sync for chunk in models] if len(models) > 1 else models[0].no_sync
 
     def step(queue: Queue, model: torch.nn.Module) -> tuple[Tensor, Callable[[Tensor], object]]:
         batch, routed_tokens = next(queue)
@@ -251,10 +249,10 @@ def _statistics(
     def collect(output: Tensor, index: int) -> Statistics:
         return loss_fn.run_collect(_call(output, batches[index], counts, head, groups))
 
-    found = _pass(forward, models, batches, collect)
-    if found is None:
+    collected = _pass(forward, models, batches, collect)
+    if collected is None:
         return counted
-    return counted | (Statistics({}) if idle else reduce(add, found)).reduce(groups)
+    return counted | (Statistics({}) if idle else reduce(add, collected)).reduce(groups)
 
 
 def _pass(
@@ -263,7 +261,6 @@ def _pass(
     batches: Sequence[MicroBatch],
     collect: Callable[[Tensor, int], ResultT],
 ) -> list[ResultT] | None:
-    """Run all micro-batches forward, without gradient."""
     return forward_only(
         forward,
         models,
@@ -275,7 +272,7 @@ def _pass(
 
 
 def _counted(batches: Sequence[MicroBatch]) -> list[Mapping[str, Tensor]]:
-    """List the data that this data rank counts; that of a context group of data ranks on its first rank."""
+    """List the data that this data rank counts; a context group of data ranks counts on its first rank."""
     return [batch.data for batch in batches if batch.context_group == "model" or group_rank(batch.context_group) == 0]
 
 
@@ -313,8 +310,8 @@ def _reduced(of_batches: Sequence[Metrics], groups: ParallelGroups, faults: Sequ
         names, fault = cast("tuple[list[str], ValueError | None]", common)
         if fault is None:
             values = torch.stack(list(metrics.values())) if metrics else None
-            shared = broadcast_from_last_stage(values, shape=(len(names),), dtype=torch.float64)
-            metrics = dict(zip(names, shared.unbind(), strict=True))
+            broadcast = broadcast_from_last_stage(values, shape=(len(names),), dtype=torch.float64)
+            metrics = dict(zip(names, broadcast.unbind(), strict=True))
     if fault is not None:
         raise fault
     return metrics

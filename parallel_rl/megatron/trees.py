@@ -1,7 +1,6 @@
 """A prefix tree's row in a Megatron model: attention along each path, positions by depth, refused layers.
 
-Keys of a path are gathered from the row by index, so each sequence is ordinary causal attention whose queries are its last
-tokens. A key read by several paths gets the sum of their gradients, in a fixed order.
+Keys of a path are gathered from the row by index: each sequence is causal attention whose queries are its last tokens.
 """
 
 from __future__ import annotations
@@ -37,10 +36,9 @@ class Path(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class TreePlan:
-    """Paths of a context rank's rows.
+    """Paths of a context rank's rows, in their order; rows in no path are padding.
 
     Attributes:
-        paths: in the order of the rows; rows in no path are padding.
         keys: the row of each key of each path, among the rows of all context ranks, rank after rank.
         rows: number of rows of this rank.
         queries: [Q] its rows in a path.
@@ -64,20 +62,20 @@ def tree_plan(tree: PrefixTree, context: Context, device: torch.device) -> TreeP
     owner, local = tree.owners(context.size, context.layout)
     count = tree.row_length // context.size
     gathered = owner * count + local
-    found = list[tuple[Path, Tensor]]()
+    paths_and_keys = list[tuple[Path, Tensor]]()
     for sequence in tree.order.tolist():
         first, last = int(tree.shared[sequence]), int(tree.lengths[sequence])
         rows = tree.where[sequence, :last]
-        mine = (owner[rows[first:]] == context.rank).nonzero()[:, 0] + first
-        for run in _runs(mine, local[rows[mine]]):
+        places_here = (owner[rows[first:]] == context.rank).nonzero()[:, 0] + first
+        for run in _runs(places_here, local[rows[places_here]]):
             start = int(local[rows[run[0]]])
-            found.append((Path(start, start + len(run), int(run[-1]) + 1), gathered[rows[: int(run[-1]) + 1]]))
-    found.sort(key=lambda pair: pair[0].start)
-    paths = tuple(path for path, _ in found)
+            paths_and_keys.append((Path(start, start + len(run), int(run[-1]) + 1), gathered[rows[: int(run[-1]) + 1]]))
+    paths_and_keys.sort(key=lambda pair: pair[0].start)
+    paths = tuple(path for path, _ in paths_and_keys)
     queries = [torch.arange(path.start, path.stop) for path in paths]
     return TreePlan(
         paths,
-        Groups.of(torch.cat([gathered[:0], *(keys for _, keys in found)]), tree.row_length).to(device),
+        Groups.of(torch.cat([gathered[:0], *(keys for _, keys in paths_and_keys)]), tree.row_length).to(device),
         count,
         torch.cat([gathered[:0], *queries]).to(device),
         _bounds([len(rows) for rows in queries]).to(device),
@@ -161,7 +159,6 @@ def attend_by_path(query: Tensor, gathered: Tensor, both: Tensor, plan: TreePlan
 
 
 def _expanded(keys: Tensor, heads: int) -> Tensor:
-    """Repeat keys and values [m, g, 2, d] for each query head, [m, h, 2, d]."""
     groups = keys.shape[1]
     return keys if groups == heads else keys.repeat_interleave(heads // groups, dim=1)
 
@@ -244,11 +241,9 @@ def _rotary_at(rotary: torch.nn.Module, depths: Tensor, longest: int) -> Iterato
 
 
 def check_tree_model(models: Sequence[torch.nn.Module], *, trains_heads: bool = False, balances: bool = False) -> None:
-    """Refuse a model whose layers would compute other numbers on a tree's row than on flat rows.
+    """Refuse model chunks whose layers would compute other numbers on a tree's row than on flat rows.
 
-    Args:
-        models: chunks without wrappers.
-        trains_heads: multi-token prediction is trained. balances: layers add their own losses, such as routers.
+    trains_heads: multi-token prediction is trained. balances: layers add their own losses, such as routers.
     """
     config: TransformerConfig = get_model_config(models[0])
     for key, wrong, why in (

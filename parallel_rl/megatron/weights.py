@@ -18,7 +18,7 @@ from torch.nn import Parameter
 
 EMBEDDING = "embedding.word_embeddings.weight"
 HEAD = "output_layer.weight"
-# an expert's number on its rank, as Megatron and as Transformer Engine's grouped matrices spell it
+# an expert's number on its rank, as Megatron's and Transformer Engine's parameters spell it
 _EXPERT = re.compile(r"(\.experts\.local_experts\.|\.experts\.linear_fc[12]\.(?:weight|bias))(\d+)")
 _FUSED = (
     ("self_attention.linear_qkv.layer_norm_weight", "input_layernorm.weight"),
@@ -116,10 +116,10 @@ def spelled_locally(name: str) -> str:
 
 
 def mark_parameters(model: torch.nn.Module) -> None:
-    """Mark on a new model's parameters how they are cut, where Megatron does not."""
+    """Mark how a new model's parameters are cut, where Megatron does not."""
     mark_sinks([model])
     config = get_attr_wrapped_model(model, "config")
-    # without expert ranks Megatron treats experts as dense, and does not sum over tensor ranks that hold replicas
+    # without expert ranks Megatron treats experts as dense and does not sum over their tensor replicas
     replicas = config.expert_tensor_parallel_size != config.tensor_model_parallel_size
     for name, parameter in global_parameters([model]):
         if ".experts." in name:
@@ -128,15 +128,12 @@ def mark_parameters(model: torch.nn.Module) -> None:
                 parameter.allreduce = False  # type: ignore[attr-defined]
             _mark_expert(name, parameter)
         if config.gated_linear_unit and ".linear_fc1." in name:
-            # each rank holds its part of both halves; not every version marks it
+            # a rank holds its part of both halves; not every version marks it
             parameter.partition_stride = 2  # type: ignore[attr-defined]
 
 
 def mark_sinks(models: Sequence[torch.nn.Module]) -> None:
-    """Mark attention sinks as cut over tensor ranks; else Megatron's norms count rank 0's part only.
-
-    Call this (or `wrap_model`) before Megatron's optimizer is made, which copies the marks.
-    """
+    """Mark attention sinks as cut over tensor ranks, before Megatron's optimizer copies the marks."""
     for model in models:
         for name, parameter in model.named_parameters():
             if name.rpartition(".")[2] == _SINKS:
@@ -155,11 +152,9 @@ def _mark_expert(name: str, parameter: Parameter) -> None:
 
 @dataclass(frozen=True)
 class Cut:
-    """How a parameter is cut: this rank's rows and columns of the whole `shape`.
+    """How a parameter of the whole `shape` is cut over the ranks of `group` (None: each holds it whole).
 
-    Attributes:
-        rank, group: of the ranks that cut it, in order; None: each holds it whole.
-        dim, stride: the cut dimension, and its separately cut parts (a gated layer: 2).
+    dim, stride: the cut dimension, and its separately cut parts (a gated layer: 2).
     """
 
     shape: tuple[int, ...]
@@ -194,13 +189,11 @@ def cut_of(parameter: Parameter) -> Cut:
 def local_shard(whole: Tensor, parameter: Parameter) -> Tensor:
     """Cut this tensor rank's part out of a whole tensor (weight, gradient), as Megatron cuts `parameter`.
 
-    A gated linear layer (stride 2) is cut in each half. Rows missing at the end, vocabulary padding, are zero.
+    A gated linear layer (stride 2) is cut in each half. Rows missing at the end, vocabulary padding, are zero. ValueError for a
+    tensor that does not fit the parameter.
 
     >>> local_shard(torch.zeros(7, 16), unwrap(model).output_layer.weight).shape  # a row of padding is added
     torch.Size([8, 16])
-
-    Raises:
-        ValueError: a tensor that does not fit the parameter.
     """
     cut = cut_of(parameter)
     shape = cut.shape
@@ -237,7 +230,7 @@ def whole_tensor(parameter: Parameter) -> Tensor:
 
 @torch.no_grad()
 def initialize_weights(models: Sequence[torch.nn.Module], seed: int, vocab_size: int) -> None:
-    """Draw each weight matrix by (seed, `spelled_locally` name): every layout starts from the same model.
+    """Initialize each weight matrix by (seed, `spelled_locally` name): all layouts start from one model.
 
     Normal with the config's `init_method_std`, attention sinks too; projections to the residual stream get std / √(2·layers).
     Biases and vocabulary padding are 0, norms as built.

@@ -11,7 +11,7 @@ from parallel_rl.config.yaml_files import parsed
 from parallel_rl.hosts.ported import Tree
 
 _REFERENCE = re.compile(r"\$\{([.A-Za-z_][\w.]*)\}")
-# a key, or the value after it, which may be a reference
+# a key and an optional default, which may be a reference
 _SELECTED = re.compile(r"\$\{oc\.select:([.A-Za-z_][\w.]*)(?:,([^{}]*|\{\}|\s*\$\{.*\}\s*))?\}", re.DOTALL)
 _INNER = re.compile(r"\$\{(?:(add|mul|div|max):)?([^{}:]*)\}")
 _CALLS: Mapping[str, Callable[[float, float], float]] = {
@@ -24,9 +24,8 @@ Known = dict[tuple[str, ...], tuple[object] | None]
 def read_host_config(path: Path) -> Tree:
     """Read a YAML file, its `defaults` (NeMo-RL's way), and resolve references.
 
-    Supported: ${a.b}, ${..b}, ${oc.select:a.b,c} with c maybe a reference, and ${add:a,b}, ${mul:a,b}, ${div:a,b},
-    ${max:a,b} of two numbers. A text with any other (${oc.env:HOME}) is kept. For verl pass the joined
-    config, .hydra/config.yaml of a run.
+    Supported: ${a.b}, ${..b}, ${oc.select:a.b,c}, where c may be a reference, and of two numbers ${add:a,b}, ${mul:a,b},
+    ${div:a,b}, ${max:a,b}. Other references (${oc.env:HOME}) stay as text. For verl pass a run's .hydra/config.yaml.
 
     Raises:
         ValueError: a missing or malformed file, circular `defaults`, a reference without target or to itself.
@@ -83,14 +82,14 @@ def _resolved(value: object, tree: Tree, place: tuple[str, ...], known: Known) -
         selected = None
     if selected is not None and not _holds(tree, _keys(selected[1], place)):
         return None if selected[2] is None else _resolved(parsed(selected[2]), tree, place, known)
-    whole = _REFERENCE.fullmatch(value) or selected
-    return _within(value, tree, place, known) if whole is None else _followed(whole[1], tree, place, known)
+    reference = _REFERENCE.fullmatch(value) or selected
+    return _within(value, tree, place, known) if reference is None else _followed(reference[1], tree, place, known)
 
 
 def _within(text: str, tree: Tree, place: tuple[str, ...], known: Known) -> object:
     """Resolve references and calls in a text, innermost first; unknown ones are kept."""
-    whole, rest = text.startswith("${"), text
-    while (inner := _INNER.search(rest)) is not None:
+    is_reference, resolved = text.startswith("${"), text
+    while (inner := _INNER.search(resolved)) is not None:
         if inner[1]:
             numbers = [_number(part) for part in inner[2].split(",")]
             operands = [x for x in numbers if x is not None]
@@ -103,9 +102,9 @@ def _within(text: str, tree: Tree, place: tuple[str, ...], known: Known) -> obje
             return text
         if isinstance(value, Mapping | list):
             return text
-        rest = f"{rest[: inner.start()]}{value}{rest[inner.end() :]}"
-    number = _number(rest) if whole else None
-    return rest if number is None else number
+        resolved = f"{resolved[: inner.start()]}{value}{resolved[inner.end() :]}"
+    number = _number(resolved) if is_reference else None
+    return resolved if number is None else number
 
 
 def _balances(text: str) -> bool:

@@ -44,7 +44,7 @@ def test_high_entropy_tokens_by_row() -> None:
     for ratio in (0.0, 1.0):
         assert torch.equal(lightrft.create_high_entropy_mask(entropy, mask, ratio), mask)
     assert lightrft.create_high_entropy_mask(entropy, None, 0.0).eq(1).all()
-    with pytest.raises(ValueError, match=r"must be one \[B, A\]"):
+    with pytest.raises(ValueError, match=r"must both be \[B, A\]"):
         lightrft.create_high_entropy_mask(entropy, mask[:2], 0.2)
     # A masked token counts as an entropy of 0, and wins over a valid one below it.
     below = lightrft.create_high_entropy_mask(torch.tensor([[-1.0, -2.0, 9.0]]), torch.tensor([[1, 1, 0]]), 0.5)

@@ -210,7 +210,7 @@ def _rows(width: int = 4) -> dict[str, torch.Tensor]:
         ("drops", "moe_expert_capacity_factor = 1.0 must be None: with it the numbers depend on the layout"),
         ("draws", "moe_input_jitter_eps = 0.1 must be None"),
         ("norms", "recompute_modules = ['layernorm', 'mlp'] needs Transformer Engine for 'layernorm'"),
-        ("sinkhorn", "'sinkhorn' shares out the tokens that a rank has at a time"),
+        ("sinkhorn", "'sinkhorn' balances the tokens that a rank holds at a time"),
         ("heads", "num_attention_heads = 1 is not divisible by 2 tensor parallel ranks"),
         ("layers", "num_layers = 3 is not divisible by 2 pipeline stages"),
         ("overrides", "hiden_dropout"),

@@ -205,7 +205,7 @@ def test_dynamic_sampling_has_an_end() -> None:
     assert made.sample_mask is not None and made.sample_mask.tolist() == [True] * N + [False] * N
     assert made.advantages is not None and not made.advantages[N:].any() and made.advantages[:N].any()
     assert float(metrics["samples"]) == N
-    with pytest.raises(ValueError, match=r"sources\.more gave 0 prompts where 1 were asked for"):
+    with pytest.raises(ValueError, match=r"sources\.more gave 0 prompts; it must give 1"):
         ExperienceMaker(config, replace(SOURCES, more=lambda count: [])).make([1, 10])
 
 
@@ -327,8 +327,8 @@ def grouped_on_a_rank(rank: int) -> str:
 
 def test_dynamic_sampling_of_a_part_of_a_group_is_refused() -> None:
     """Each rank judged its own part: one kept what the other drew anew."""
-    said = "group 1 has 4 samples in the step; dynamic_sampling needs the 2 of a prompt on one rank, and an id that no other "
-    assert run_world(2, grouped_on_a_rank) == [said + "prompt of the step has, in any round"] * 2
+    said = "group 1 has 4 samples in the step; dynamic_sampling needs all 2 samples of a prompt on one rank, "
+    assert run_world(2, grouped_on_a_rank) == [said + "under an id that no other prompt of the step has"] * 2
 
 
 def test_a_failed_sample_is_judged_with_its_own_group() -> None:

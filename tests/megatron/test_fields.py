@@ -76,7 +76,7 @@ INPUTS: dict[str, tuple[Change, str]] = {
     "a label of nothing": (_at("input_ids", -100, 0), "input_ids = -100 at [0, 0] lies outside the model's vocabulary"),
     "a prompt beyond the columns": (_at("input_ids", VOCAB + 1, 0), f"input_ids = {VOCAB + 1} at [0, 0] lies outside the"),
     "padding on the left": (_padded_left, "attention_mask is 0 at [0, 0], so row 0 is padded on the left"),
-    "positions that begin again": (_reset_positions, "; padded_batch takes one sequence a row, from column 0 on"),
+    "positions that begin again": (_reset_positions, "; padded_batch takes one sequence per row, from column 0 on"),
 }  # fmt: skip
 
 

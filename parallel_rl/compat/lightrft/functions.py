@@ -15,7 +15,7 @@ from parallel_rl.vocab.stats import token_stats
 
 
 def masked_mean(tensor: Tensor, mask: Tensor | None, dim: int | None = None) -> Tensor:
-    """Average what the mask keeps, over `dim` or all; None keeps all. Nothing kept: 0 (origin: NaN)."""
+    """Average over the mask (None: all), along `dim` or over all; an empty mask gives 0 (origin: NaN)."""
     mask = torch.ones_like(tensor) if mask is None else mask
     total = torch.where(mask != 0, tensor * mask, 0)
     count = mask.expand_as(total)
@@ -51,13 +51,10 @@ def compute_reward(
     num_actions: Sequence[int] | None = None,
     reward_clip_range: tuple[float, float] | None = None,
 ) -> Tensor | list[Tensor]:
-    """Compute −kl_coef·kl of each token, plus the reward, clipped, at each row's last action.
+    """Compute −kl_coef·kl of each token, plus the reward, clipped, at each row's last action; like `kl`.
 
-    Args:
-        r: [B]. kl_coef: below 0 it counts as 0. kl: [B, A] with `action_mask` [B, A], or a list of [n_i] with `num_actions`.
-
-    Returns:
-        [B, A] (a row without an action has its reward in the last column; masked tokens keep −kl_coef·kl), or a list.
+    r: [B]. kl_coef: below 0 it counts as 0. kl: [B, A] with `action_mask`, or a list of [n_i] with `num_actions`. A row without
+    an action has its reward in the last column; masked tokens keep −kl_coef·kl.
     """
     clip_range = reward_clip_range or None
     shaped = shaping.compute_reward(r, kl_coef, kl, action_mask, num_actions=num_actions, clip_range=clip_range)
@@ -69,39 +66,31 @@ def compute_reward(
 def clip_filter_like_weight_func(
     rewards: Tensor, clip_filter_like_weight_clip_eps: float = 3.0, lamda: float = 1.0
 ) -> Tensor:
-    """Compute weights [P, n] that make up for prompts of equal samples, see `clip_filter_like_weight`."""
     return shaping.clip_filter_like_weight(rewards, clip_filter_like_weight_clip_eps, lamda)
 
 
 def entropy_from_logits(logits: Tensor) -> Tensor:
-    """Compute the entropy [...] of softmax(logits) from [..., V]."""
     stats = token_stats(logits, torch.zeros(logits.shape[:-1], dtype=torch.int64, device=logits.device))
     assert stats.entropy is not None
     return stats.entropy
 
 
 def log_probs_from_logits(logits: Tensor, labels: Tensor, disable_logprobs_flashattn: bool = False) -> Tensor:
-    """Compute labels' log-probs [...] from [..., V] in float32 or wider (Q56: the origin keeps bf16).
-
-    disable_logprobs_flashattn has no effect.
-    """
+    """Compute labels' log-probs [...] in float32 or wider (Q56: bf16 there)."""
     return token_stats(logits, labels, entropy=False).logprobs
 
 
 def create_high_entropy_mask(entropy: Tensor, action_mask: Tensor | None, high_entropy_ratio: float = 0.2) -> Tensor:
     """Mark each row's max(1, ⌊n·ratio⌋) tokens of highest entropy, n its valid ones: [B, A] float.
 
-    A ratio outside (0, 1) gives the action mask itself. Masked tokens compete with an entropy of 0 (also for NaN) and win
-    over a valid one below 0 (Q16); of equal ones the first is taken. An empty row has none. ValueError for shapes other than
-    [B, A].
+    A ratio outside (0, 1) returns the action mask. Masked tokens compete with entropy 0 (also for NaN) and win over a valid one
+    below 0 (Q16); ties go to the first. ValueError for shapes other than [B, A].
     """
     if not 0.0 < high_entropy_ratio < 1.0:
         return torch.ones_like(entropy, dtype=torch.float32) if action_mask is None else action_mask.clone()
     mask = torch.ones_like(entropy, dtype=torch.bool) if action_mask is None else action_mask.bool()
     if entropy.dim() != 2 or mask.shape != entropy.shape:
-        raise ValueError(
-            f"entropy and action_mask must be one [B, A], got {list(entropy.shape)} and {list(mask.shape)}"
-        )
+        raise ValueError(f"entropy {list(entropy.shape)} and action_mask {list(mask.shape)} must both be [B, A]")
     valid = mask.sum(1)
     counts = torch.where(valid > 0, (valid.double() * high_entropy_ratio).long().clamp(min=1), 0)
     order = torch.where(mask, entropy, 0).argsort(dim=1, descending=True, stable=True)
@@ -111,14 +100,11 @@ def create_high_entropy_mask(entropy: Tensor, action_mask: Tensor | None, high_e
 def get_cumulative_returns(
     rewards: Tensor | list[Tensor], action_mask: Tensor | None, gamma: float
 ) -> Tensor | list[Tensor]:
-    """Sum discounted rewards from each action on, [B, A] (packed: a list of [n_i]); masked rewards are 0.
-
-    The discount counts masked holes, which `discounted_returns` skips.
-    """
+    """Sum discounted rewards from each action on, [B, A] or a list of [n_i]; masked ones count as 0."""
     if isinstance(rewards, list):
-        return [_row(get_cumulative_returns(row[None], None, gamma)) for row in rewards]
-    kept = _masked(rewards, action_mask)
-    return discounted_returns(kept, torch.ones_like(kept), gamma)
+        return [get_cumulative_returns(row[None], None, gamma)[0] for row in rewards]
+    masked = _masked(rewards, action_mask)
+    return discounted_returns(masked, torch.ones_like(masked), gamma)
 
 
 def get_advantages_and_returns(
@@ -128,16 +114,13 @@ def get_advantages_and_returns(
     gamma: float,
     lambd: float,
 ) -> tuple[Tensor, Tensor] | tuple[list[Tensor], list[Tensor]]:
-    """Compute advantages (GAE) and returns, [B, A] each (packed: lists of [n_i]); masked inputs are 0.
-
-    The recursion runs through masked holes with a value of 0, where `gae` carries the next one over.
-    """
+    """Compute GAE advantages and returns, [B, A] or lists of [n_i]; masked inputs count as 0."""
     if isinstance(values, list) or isinstance(rewards, list):
         parts = [
             get_advantages_and_returns(v[None], r[None], None, gamma, lambd)
             for v, r in zip(values, rewards, strict=True)
         ]
-        return [_row(part[0]) for part in parts], [_row(part[1]) for part in parts]
+        return [advantages[0] for advantages, _ in parts], [returns[0] for _, returns in parts]
     values, rewards = _masked(values, action_mask), _masked(rewards, action_mask)
     estimated = gae(rewards, values, torch.ones_like(rewards), gamma, lambd)
     return estimated.advantages, estimated.returns
@@ -145,10 +128,6 @@ def get_advantages_and_returns(
 
 def _masked(x: Tensor, mask: Tensor | None) -> Tensor:
     return x if mask is None else torch.where(mask.bool(), x, 0)
-
-
-def _row(x: Tensor | list[Tensor]) -> Tensor:
-    return x[0]
 
 
 def unpacking_samples(values: Tensor, packed_seqlens: list[int]) -> list[Tensor]:
@@ -159,14 +138,14 @@ def unpacking_samples(values: Tensor, packed_seqlens: list[int]) -> list[Tensor]
 
 
 class FixedKLController(kl_control.FixedKLController):
-    """KL coefficient that stays as it is."""
+    """Constant KL coefficient."""
 
     def __init__(self, kl_coef: float) -> None:
         super().__init__(kl_coef)
 
 
 class AdaptiveKLController(kl_control.AdaptiveKLController):
-    """KL coefficient led to a target. Paper: arXiv 1909.08593."""
+    """KL coefficient that adapts towards a target KL. Paper: arXiv 1909.08593."""
 
     def __init__(self, init_kl_coef: float, target: float, horizon: int) -> None:
         super().__init__(init_kl_coef, target, horizon)

@@ -27,11 +27,9 @@ class PolicyLoss(nn.Module):
         PPO   −min(ρ·A, clip(ρ, 1 − ε, 1 + ε)·A)
         CPGD  −A·l', l' = min(l, l_old + log(1 + ε)) where A > 0, else max(l, l_old + log(1 − ε)); without the drift term
 
-    use_dapo and high_entropy_token_ratio have no effect, as in the origin (Q14: the library's `PolicyLossConfig` has
-    clip-higher and the entropy filter). If `entropy_mask` is given, it replaces the action mask, also where it marks padding
-    (Q16). A row without a token counts as 0 (Q13: the origin is NaN).
-
-    Papers: arXiv 1707.06347 (PPO), 2505.12504 (CPGD), 2506.01939 (entropy mask).
+    As in the origin, use_dapo and high_entropy_token_ratio have no effect (Q14: the library's `PolicyLossConfig` has
+    clip-higher and the entropy filter), and `entropy_mask` replaces the action mask, also where it marks padding (Q16). A row
+    without a token counts as 0 (Q13: the origin is NaN). Papers: arXiv 1707.06347, 2505.12504 (CPGD), 2506.01939 (mask).
     """
 
     def __init__(

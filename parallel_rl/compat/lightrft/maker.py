@@ -42,11 +42,11 @@ class Sources(Models, Generic[PromptT]):
     """The sources of experience: a sampler, a score, and the models that `Models` describes.
 
     Attributes:
-        generate: (prompts, n) -> n samples of each prompt, those of a prompt together. It does not communicate over data ranks,
-            which may call it a different number of times.
-        score: samples -> [N] raw rewards, or [N, K] for an estimator that reads `reward_components`; see `text_rewards`. It is
-            called again for samples whose reward is not finite.
-        more: how many -> that many other prompts, for dynamic sampling.
+        generate: (prompts, n) -> n consecutive samples of each prompt. It must not communicate over data ranks, which may call
+            it a different number of times.
+        score: samples -> [N] raw rewards, or [N, K] for an estimator that reads `reward_components`; see `text_rewards`. It
+            is called again for samples whose reward is not finite.
+        more: count -> that many other prompts, for dynamic sampling.
     """
 
     generate: Callable[[Sequence[PromptT], int], Samples]
@@ -91,10 +91,9 @@ class ExperienceMaker(Generic[PromptT]):
         → advantages, with the KL in the reward → prompt weights → mask of truncated responses → KL controller
 
     Args:
-        config: see `ExperienceConfig`; a mapping will do.
-        sources: see `Sources`.
-        groups: `data` are the ranks with other prompts. A prompt's samples are on one rank, or, without dynamic sampling, on
-            several if `generate` sets `group_ids`.
+        config: an `ExperienceConfig` or its mapping. sources: see `Sources`.
+        groups: `data` ranks have other prompts. A prompt's samples are on one rank, or, without dynamic sampling, on several if
+            `generate` sets `group_ids`.
 
     Raises:
         ValueError: an invalid option, or a missing source that the options need.
@@ -117,16 +116,15 @@ class ExperienceMaker(Generic[PromptT]):
                 raise ValueError(f"advantages {estimator.name!r} need {name}; sources.{source} is missing")
         if (self.config.dynamic_sampling is None) != (sources.more is None):
             raise ValueError(
-                "dynamic_sampling and sources.more, which draws the other prompts, go together; one is missing"
+                "dynamic_sampling and sources.more, which gives the other prompts, go together; one is missing"
             )
 
     @torch.no_grad()
     def make(self, prompts: Sequence[PromptT]) -> Made:
         """Make the experience of this rank's prompts; every data rank calls it.
 
-        Raises:
-            ValueError: on all data ranks: a source failed or returned a wrong shape; no prompts; `estimate` refuses; dynamic
-                sampling ran out of rounds; too many samples failed.
+        ValueError on all data ranks if a source fails or returns a wrong shape, without prompts, if `estimate` refuses, if
+        dynamic sampling runs out of rounds, or if too many samples fail.
         """
         config, groups = self.config, self.groups
         drawn = self._draw(prompts)
@@ -172,7 +170,7 @@ class ExperienceMaker(Generic[PromptT]):
         self.running.load_state_dict(state["running"])
 
     def _source(self, name: str) -> tuple[str, bool]:
-        """Name of the source of the field that an estimator reads, and whether it is given."""
+        """Return the source of a field that an estimator reads, and whether it is available."""
         providers = {"kl": "reference_logprobs", "values": "values"}
         if name in providers:
             return providers[name], getattr(self.sources, providers[name]) is not None
@@ -180,15 +178,14 @@ class ExperienceMaker(Generic[PromptT]):
         return f"others[{name!r}]", name in (*_MADE_HERE, "prev_logprobs", *self.sources.others)
 
     def _draw(self, prompts: Sequence[PromptT]) -> Drawn:
-        """Draw samples of these prompts, with replacements of dropped ones and group ids."""
         sources, size, groups = self.sources, self.config.samples_per_prompt, self.groups
         grouped, dynamic = self.config.advantages.grouped, self.config.dynamic_sampling
 
         def draw(missing: Sequence[int], number: int) -> tuple[Samples, Tensor] | None:
             def work() -> tuple[Samples, Tensor, dict[str, Tensor]] | None:
-                places = _others(sources, len(missing)) if number else prompts
+                batch = _more_prompts(sources, len(missing)) if number else prompts
                 # a rank with enough samples still takes part in each round
-                return _generate(sources, places, size, self.failures) if places or not number else None
+                return _generate(sources, batch, size, self.failures) if batch or not number else None
 
             result = raise_on_all_ranks(work, [groups.data])
             self.failures.count(*((0, {}) if result is None else (len(result[0]), result[2])), data=groups.data)
@@ -206,7 +203,7 @@ class ExperienceMaker(Generic[PromptT]):
         elif dynamic is not None:
             columns = {"rewards": torch.zeros_like(samples.group_ids).double(), "group_ids": samples.group_ids}
             everyone = torch.ones_like(samples.group_ids, dtype=torch.bool)
-            by_group(lambda table: _whole(table, size), columns, everyone, groups.data)
+            by_group(lambda table: _group_sizes(table, size), columns, everyone, groups.data)
         if grouped and dynamic is None:
             assert samples.group_ids is not None
             drawn = drawn._replace(keep=drawn.keep & ~lone_in_groups(drawn.keep, samples.group_ids, groups.data))
@@ -216,7 +213,6 @@ class ExperienceMaker(Generic[PromptT]):
 def _generate(
     sources: Sources[PromptT], prompts: Sequence[PromptT], count: int, failures: SampleFailures
 ) -> tuple[Samples, Tensor, dict[str, Tensor]]:
-    """Sample and score; failed samples have NaN rewards and are marked by cause."""
     if not prompts:
         raise ValueError("there are no prompts to make experience of")
     samples, retries = _samples(sources, prompts, count), failures.config.retries
@@ -259,22 +255,22 @@ def _rewards(sources: Sources[PromptT], samples: Samples) -> Tensor:
     return rewards.double()
 
 
-def _whole(table: SampleTable, size: int) -> Tensor:
-    """List the sizes of whole groups from one call of `generate`, for dynamic sampling."""
+def _group_sizes(table: SampleTable, size: int) -> Tensor:
+    """Return the groups' sizes; refuse a group that is split over calls of `generate`."""
     if bool((table.count != size).any()):
         at = int((table.count != size).nonzero()[0, 0])
         raise ValueError(
-            f"group {int(table.group_ids[at])} has {int(table.count[at])} samples in the step; dynamic_sampling needs the "
-            f"{size} of a prompt on one rank, and an id that no other prompt of the step has, in any round"
+            f"group {int(table.group_ids[at])} has {int(table.count[at])} samples in the step; dynamic_sampling needs all "
+            f"{size} samples of a prompt on one rank, under an id that no other prompt of the step has"
         )
     return table.count
 
 
-def _others(sources: Sources[PromptT], count: int) -> list[PromptT]:
+def _more_prompts(sources: Sources[PromptT], count: int) -> list[PromptT]:
     assert sources.more is not None
     prompts = list(sources.more(count)) if count else []
     if len(prompts) != count:
-        raise ValueError(f"sources.more gave {len(prompts)} prompts where {count} were asked for")
+        raise ValueError(f"sources.more gave {len(prompts)} prompts; it must give {count}")
     return prompts
 
 
@@ -290,7 +286,7 @@ def _info(samples: Samples, rewards: Tensor, kl: Tensor) -> dict[str, Tensor]:
 def _metrics(
     experience: Experience, drawn: Drawn, clipped: Tensor, failed: Mapping[str, float], *, counts: bool
 ) -> Metrics:
-    """Average over all ranks' counted samples, with one denominator for metrics of the same `counts`."""
+    """Average over all ranks' samples with `keep`; only ranks with `counts` add to the counts."""
     keep, count = drawn.keep, drawn.keep.sum().double()
     assert experience.info is not None and experience.rewards is not None and experience.kl is not None
 

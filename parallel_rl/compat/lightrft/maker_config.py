@@ -18,13 +18,11 @@ class ExperienceConfig(RewardShaping):
     """Options of `ExperienceMaker`; rewards are shaped after the KL and before the advantages.
 
     Attributes:
-        samples_per_prompt: n.
-        dynamic_sampling: which prompts stay, by their raw rewards.
-        kl_estimator: of the KL to the reference, per token.
+        samples_per_prompt: n. dynamic_sampling: which prompts stay, by their raw rewards. kl_estimator: of each token's KL.
         advantages: the estimator; its `kl_coefficient` is the KL controller's initial value.
         weight_clip: multiply advantages by min(P/P', weight_clip), for P' of the step's P prompts with unequal rewards.
         mask_truncated: do not train on truncated responses; their rewards stay in the baselines.
-        failed_samples: what becomes of samples without a finite reward or finite log-probs.
+        failed_samples: treatment of samples without a finite reward or finite log-probs.
         kl_target, kl_horizon: make the coefficient adaptive, see `AdaptiveKLController`; the controller is updated last.
     """
 
@@ -46,14 +44,12 @@ class ExperienceConfig(RewardShaping):
             raise ValueError(f"weight_clip = {self.weight_clip} must be above 1")
         if self.weight_clip is not None and not self.advantages.grouped:
             raise ValueError(
-                f"weight_clip = {self.weight_clip} goes with an estimator by group, not {self.advantages.name!r}"
+                f"weight_clip = {self.weight_clip} needs a grouped estimator, not {self.advantages.name!r}"
             )
         if "rewards" not in self.advantages.needs:
             for name in ("reward_scale", "overlong", "running_norm", "reward_clip"):
                 if getattr(self, name):
-                    raise ValueError(
-                        f"{name} has no effect with advantages {self.advantages.name!r}, which reads no rewards"
-                    )
+                    raise ValueError(f"{name} has no effect: advantages {self.advantages.name!r} read no rewards")
         if self.kl_target is not None and not self.advantages.kl_coefficient:
             raise ValueError(f"kl_target = {self.kl_target} needs advantages.kl_coefficient above 0 to start from")
         if self.failed_samples.timeout is not None:

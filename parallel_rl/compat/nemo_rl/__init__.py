@@ -5,11 +5,10 @@
     present      inputs, data = prepare_loss_input(logits, data, loss_fn, rank, tensor_group, context_group)
                  loss, metrics = loss_fn(data=data, global_valid_seqs=..., global_valid_toks=..., **inputs)
 
-Names in both take either call. NeMo-RL's contract is kept: the loss of a call's rows is divided by counts of the whole step
-and is whole on every context rank, so the host divides it by cp; metrics are a dict of floats, copied from the device at
-once; a config is a dict or a model with attributes, and may have keys without effect. The library's own classes of these
-names return shares that add up over context ranks, without a host sync.
-
+Names in both take either call. NeMo-RL's contract is kept: a call's loss is divided by counts of the whole step and is the
+same on every context rank, so the host divides it by cp. Metrics are a dict of floats, copied from the device at once. A
+config is a dict or a model with attributes, and may have keys without effect. The library's own classes of these names
+return local losses that add up over context ranks, without a host sync.
 Not here: the cross-tokenizer distillation, draft vocabularies and `DraftLossWrapper`.
 """
 

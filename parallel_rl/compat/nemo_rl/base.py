@@ -26,12 +26,9 @@ Result = tuple[Tensor, dict[str, "float | Tensor"]]
 class LogProbLoss(LossFunction, ABC):
     """Loss on the log-probs of the next tokens.
 
-    The first argument is logits with groups (documented call) or [B, S − 1] log-probs from `prepare_loss_input` (present
-    call). Metrics are floats, copied from the device at once.
-
-    Every context rank gets the whole loss of its rows; the gradient of its logits is the sum over all context ranks' losses,
-    so that loss / cp has the right gradient, as in the origin. Losses, gradients and metrics (but extrema) add up over data
-    ranks and micro-batches.
+    The first argument is logits with groups (documented call) or [B, S − 1] log-probs from `prepare_loss_input` (present call).
+    Every context rank gets the whole loss of its rows. The gradient of its logits is the sum over all context ranks' losses, so
+    loss / cp has the right gradient. All but extrema add up over data ranks and micro-batches.
     """
 
     input_type = LossInputType.LOGPROB
@@ -54,7 +51,6 @@ class LogProbLoss(LossFunction, ABC):
             next_token_logits: [B, S/cp, V/tp], a DTensor, an `LMHeadInput`, or [B, S − 1] log-probs.
             data: whole on every context rank, see the data dict of the class.
             global_valid_seqs, global_valid_toks: of the whole step; None if the loss does not read it.
-            next_token_logprobs: the log-probs by name.
 
         Raises:
             ValueError: shapes that do not match, a missing field, a mask with other values than 0 and 1.
@@ -81,7 +77,7 @@ class LogProbLoss(LossFunction, ABC):
         data: Data,
         groups: tuple[int | None, ProcessGroup | None, ProcessGroup | None],
     ) -> Tensor:
-        """Return a call's log-probs [B, S − 1], given or of its logits; ValueError for both or neither."""
+        """Return log-probs [B, S − 1], passed or computed from logits; ValueError for both or neither."""
         if (first is None) == (given is None):
             raise ValueError("give next_token_logits, or next_token_logprobs in their place, and not both")
         if given is not None:
@@ -119,11 +115,9 @@ def batch_of(
     counts: tuple[Count | None, Count | None] = (None, None),
     rows: Tensor | None = None,
 ) -> TokenBatch:
-    """Build the batch that the library's losses read.
+    """Build the batch that the library's losses read; counts None: not read, 0 counts as 1.
 
-    Args:
-        counts: sequences and tokens of the step, None if not read; 0 counts as 1.
-        rows: [B] bool, rows that carry loss; None: those of sample_mask.
+    rows: [B] bool, rows that count; None: those of sample_mask.
     """
     seqs, toks = (as_count(1 if n is None else n, logprobs.device).clamp(min=1) for n in counts)
     rows = data["sample_mask"] != 0 if rows is None else rows
@@ -131,7 +125,6 @@ def batch_of(
 
 
 def floats(values: Mapping[str, Tensor | Metric]) -> dict[str, float | Tensor]:
-    """Copy numbers to the host in one transfer."""
     tensors = [x.value if isinstance(x, Metric) else x for x in values.values()]
     numbers = torch.stack([x.detach().double() for x in tensors]).tolist()
     return dict(zip(values, numbers, strict=True))

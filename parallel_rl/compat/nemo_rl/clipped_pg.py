@@ -45,10 +45,8 @@ class ClippedPGLossFn(LogProbLoss):
     0 without `rewards`. Q5: without a ratio ratio_clip_c never binds. Q6: a sequence's importance weight is a product, its
     ratio a geometric mean. Q7: the KL reads `curr_logprobs_unfiltered` [B, S − 1] of the data, if given; a log-prob that the
     sampler's truncation made −inf comes in as 0.
-
-    Where releases differ it follows the present one: the KL's gradient has the score function (before 0.7 that of the
-    estimate alone, and the clamp before the weight); force_on_policy_ratio puts π for π_prev into weights and metrics too
-    (since 0.6).
+    Where releases differ it follows the present one. The KL's gradient has the score function (before 0.7 that of the estimate
+    alone, and the clamp before the weight). force_on_policy_ratio replaces π_prev by π in weights and metrics too (since 0.6).
 
     Args:
         cfg: see `ClippedPGLossConfig`. use_fused_linear_logprobs: `prepare_loss_input` gets log-probs instead of logits.
@@ -122,7 +120,6 @@ class ClippedPGLossFn(LogProbLoss):
         return metrics | self._importance(batch, recorded, by_row)
 
     def _importance(self, batch: TokenBatch, prev: Tensor, by_row: bool) -> dict[str, Metric]:
-        """Compute sampling_importance_ratio, and with a truncation is_oob_ratio."""
         sequence = bool(self.cfg["sequence_level_importance_ratios"])
         plain = ImportanceConfig("sequence-sum" if sequence else "token")
         weight, metrics = importance_weight(batch, prev, self.policy_loss.policy.importance or plain)

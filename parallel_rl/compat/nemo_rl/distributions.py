@@ -38,9 +38,9 @@ TopK = tuple[Tensor, Tensor, "Tensor | None"]
 class DistillationLossFn(LossFunction):
     """KL between a teacher's top-k and the student's, token-mean; see the library's `DistillationLossFn`.
 
-    The teacher is renormalised inside its top-k, and so is the student unless zero_outside_topk (Q10: its mass on other words
-    is invisible). The teacher's data stand at the predictor. Without masks it is the plain mean. Metrics: loss,
-    num_valid_samples (rows). Every context rank gets the whole loss, as with `LogProbLoss`.
+    The teacher is renormalised inside its top-k, and so is the student unless zero_outside_topk (Q10: its mass on other
+    vocabulary entries is invisible). The teacher's data stand at the predictor. Without masks it is the plain mean. Metrics:
+    loss, num_valid_samples (rows). Every context rank gets the whole loss, as with `LogProbLoss`.
 
     Raises:
         ConfigError: an unknown kl_type, a mixed_kl_weight outside [0, 1].
@@ -89,17 +89,13 @@ class DistillationLossFn(LossFunction):
         return self.from_topk((student_topk_logprobs, teacher_topk_logprobs, H_all), data, global_valid_toks)
 
     def read(self, output: ShardedOutput, data: Data, *, masked: bool) -> TopK:
-        """Read [B, S − 1, K] log-probs of student and teacher, and the student's Σ p·log p if needed.
-
-        masked: skip tokens that the data's masks leave out, whatever their logits.
-        """
+        """Read [B, S − 1, K] log-probs of student and teacher, and Σ p·log p; `masked`: of valid tokens alone."""
         valid = valid_tokens(data) if masked and "token_mask" in data and "sample_mask" in data else None
         student, entropy = output.topk_logprobs(data, valid, whole=bool(self.cfg["zero_outside_topk"]))
         teacher = data["teacher_topk_logits"][:, :-1].to(student.dtype).log_softmax(-1)
         return student, teacher, None if entropy is None or self.forward_weight == 1 else -entropy
 
     def from_topk(self, topk: TopK, data: Data, toks: Count | None) -> Result:
-        """Return the loss and metrics of what `read` returns."""
         student, teacher, negative_entropy = topk
         if "token_mask" in data and "sample_mask" in data:
             data = checked(data)
@@ -146,9 +142,8 @@ class DraftCrossEntropyLossFn(LossFunction):
 class MseValueLossFn(LossFunction):
     """½·scale·mean of (V − R)²; with cliprange the larger of it and that of V clipped around `values`.
 
-    Nothing is shifted. See the library's `ValueLossFn` (head_position: token) and its metrics; values_min and values_max are
-    0 if nothing is valid, and the packing wrapper with a prepare_fn adds them up (Q8); num_valid_samples is the number of
-    rows.
+    Nothing is shifted. See the library's `ValueLossFn` (head_position: token) and its metrics. values_min and values_max are 0
+    without a valid token; the packing wrapper with a prepare_fn adds them up (Q8). num_valid_samples counts rows.
     """
 
     loss_type = LossType.TOKEN_LEVEL
@@ -168,7 +163,7 @@ class MseValueLossFn(LossFunction):
         names = self.value_loss.requirements.names
         if missing := [name for name in names if name not in data]:
             raise ValueError(f"data lacks the field {missing[0]!r}; this loss needs {', '.join(names)}")
-        # The batch's fields begin at column 1, values at 0: pad one in front.
+        # `batch_of` drops the mask's column 0, and values begin there.
         wide = {**data, "token_mask": torch.nn.functional.pad(data["token_mask"], (1, 0))}
         fields = {name: data[name] for name in names}
         batch = batch_of(values.to(math_dtype(values.dtype)), wide, fields, (None, global_valid_toks))

@@ -16,8 +16,8 @@ from parallel_rl.losses.clipped_pg import ClippedPGLossConfig as ClippedPG
 from parallel_rl.losses.policy_config import PolicyLossConfig
 
 
-class _Word(enum.Enum):
-    """Enumeration whose members equal the origin's of the same name, so its code knows our losses."""
+class _EqualByName(enum.Enum):
+    """Enumeration whose members equal the origin's members of the same name."""
 
     def __eq__(self, other: object) -> bool:
         return (type(self).__name__, self.value) == (type(other).__name__, getattr(other, "value", None))
@@ -26,14 +26,14 @@ class _Word(enum.Enum):
         return hash(self.name)
 
 
-class LossType(_Word):
+class LossType(_EqualByName):
     """Unit that a loss is averaged over."""
 
     TOKEN_LEVEL = "token_level"
     SEQUENCE_LEVEL = "sequence_level"
 
 
-class LossInputType(_Word):
+class LossInputType(_EqualByName):
     """Input of a loss, which `prepare_loss_input` makes of logits."""
 
     LOGIT = "logit"
@@ -42,7 +42,7 @@ class LossInputType(_Word):
     DRAFT = "draft"
 
 
-class MetricNormalizer(_Word):
+class MetricNormalizer(_EqualByName):
     """Divisor of a metric: global_valid_toks, global_valid_seqs, or none (counts, extrema, local means)."""
 
     TOKENS = "tokens"
@@ -113,8 +113,8 @@ class LossConfig(dict[str, object]):
 
     defaults: ClassVar[Mapping[str, object]] = {}
 
-    def __init__(self, given: Mapping[str, object] | None = None, /, **options: object) -> None:
-        super().__init__({**self.defaults, **(given or {}), **options})
+    def __init__(self, values: Mapping[str, object] | None = None, /, **options: object) -> None:
+        super().__init__({**self.defaults, **(values or {}), **options})
 
     def __getattr__(self, name: str) -> object:
         if name not in self:
@@ -138,7 +138,6 @@ class LossConfig(dict[str, object]):
         return cls({key: options[key] for key in cls.defaults if key in options})
 
     def number(self, name: str) -> float:
-        """Return an option that must be a number, else raise ConfigError."""
         value = self[name]
         if isinstance(value, bool) or not isinstance(value, (int, float)):
             raise ConfigError(f"{name} = {value!r} must be a number")
@@ -176,11 +175,7 @@ class MseValueLossConfig(LossConfig):
 
 
 def policy_config(cfg: ClippedPGLossConfig) -> PolicyLossConfig:
-    """Build the library's policy loss of these options, without those that others switch off.
-
-    The caller adds the NLL on positive examples, divided by the tokens of the call (Q4). ConfigError for contradicting
-    options.
-    """
+    """Build the library's policy loss of these options, without the NLL (Q4); else raise ConfigError."""
     options = {**cfg, "positive_example_nll_weight": 0.0}
     if cfg["force_on_policy_ratio"]:
         options["disable_ppo_ratio"] = False

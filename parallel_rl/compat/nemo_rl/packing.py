@@ -37,7 +37,7 @@ class SequencePackingLossWrapper:
     (Q4). Pairs stay together (Q9: the origin separates them).
 
     Present: with prepare_fn, groups in the constructor. The loss is called per sequence on prepare_fn's result; losses and
-    metrics add up, but for extrema of ratios (Q8: those of values add up too). The caller's own losses are called so too,
+    metrics add up, except the extrema of ratios (Q8: those of values add up too). Your own losses are called per sequence too,
     without prepare_fn by the documented call.
     """
 
@@ -74,7 +74,7 @@ class SequencePackingLossWrapper:
             return self._by_sequence(next_token_logits, data, counts, groups)
         packed = PackedSequences(self.cu_seqlens_q, self.cu_seqlens_q_padded)
         output = ShardedOutput.of(next_token_logits, *groups, packed)
-        data = _within(checked(data), self.cu_seqlens_q)
+        data = _mask_padding(checked(data), self.cu_seqlens_q)
         if isinstance(self.loss_fn, DistillationLossFn):
             return self.loss_fn.from_topk(self.loss_fn.read(output, data, masked=True), data, global_valid_toks)
         if not isinstance(self.loss_fn, LogProbLoss):
@@ -91,8 +91,8 @@ class SequencePackingLossWrapper:
         total: Tensor | float = 0.0
         metrics: dict[str, float | Tensor] = {}
         for row, length in enumerate(lengths):
-            one = {key: x[row : row + 1] for key, x in data.items()}
-            sequence: Data = {key: x[:, :length] if _has_tokens(x) else x for key, x in one.items()}
+            fields = {key: x[row : row + 1] for key, x in data.items()}
+            sequence: Data = {key: x[:, :length] if _has_tokens(x) else x for key, x in fields.items()}
             loss, measured = self._one(logits[:, bounds[row] : bounds[row + 1]], sequence, counts, groups)
             total = total + loss
             for key, value in measured.items():
@@ -109,7 +109,7 @@ class SequencePackingLossWrapper:
 
 
 class SequencePackingFusionLossWrapper:
-    """Loss on a packed row, called once on what prepare_fn (`prepare_packed_loss_input`) makes of it."""
+    """Loss on a packed row, called once on the inputs of prepare_fn (`prepare_packed_loss_input`)."""
 
     def __init__(
         self,
@@ -144,7 +144,6 @@ def wrap_loss_fn_with_input_preparation(
     vocab_parallel_group: ProcessGroup | None = None,
     context_parallel_group: ProcessGroup | None = None,
 ) -> Result:
-    """Call a loss on what prepare_fn makes of logits [B, S/cp, V/tp]."""
     groups = vocab_parallel_rank, vocab_parallel_group, context_parallel_group
     inputs, data = _prepared(prepare_fn, next_token_logits, data, loss_fn, groups)
     return _called(loss_fn, data, (global_valid_seqs, global_valid_toks), inputs)
@@ -181,17 +180,17 @@ def _has_tokens(x: Tensor) -> bool:
     return isinstance(x, Tensor) and x.dim() > 1 and x.shape[1] > 1
 
 
-def _within(data: Data, bounds: Tensor) -> Data:
-    """Clear token_mask beyond the sequences' true lengths, which the row does not hold."""
+def _mask_padding(data: Data, bounds: Tensor) -> Data:
+    """Clear token_mask beyond the sequences' true lengths, which the packed row does not hold."""
     lengths = bounds.diff().to(data["token_mask"].device)
     columns = torch.arange(data["token_mask"].shape[1], device=lengths.device)
     if len(lengths) != len(data["token_mask"]):
-        return data  # refused where the layout is made
+        return data  # the layout refuses it
     return {**data, "token_mask": (data["token_mask"] != 0) & (columns < lengths[:, None])}
 
 
 def _joined(key: str, before: float | Tensor | None, value: float) -> float:
-    """Join a metric with that of one more sequence; an infinite extremum comes from one without a token."""
+    """Join a metric with the next sequence's; a sequence without tokens has infinite extrema."""
     if key in _LEAST or key in _MOST:
         join, nothing = (min, math.inf) if key in _LEAST else (max, -math.inf)
         return join(nothing if before is None else float(before), nothing if math.isinf(value) else value)
@@ -222,8 +221,8 @@ def prepare_loss_input(
 ) -> tuple[LossInput, DataT]:
     """Return the keywords of the loss's call made from the model's output, and the data.
 
-    Losses on log-probs get next_token_logprobs [B, S − 1], whole on every context rank; with sampling_params those of the
-    truncated policy, 0 for tokens that it drops (Q7), and if the loss has a KL the data get curr_logprobs_unfiltered.
+    Losses on log-probs get next_token_logprobs [B, S − 1], whole on every context rank. With sampling_params these are of the
+    truncated policy, 0 for tokens that it drops (Q7), and the data of a loss with a KL get curr_logprobs_unfiltered.
     `DistillationLossFn` gets both top-k log-probs, other losses the logits. chunk_size has no effect.
 
     Raises:

@@ -57,10 +57,7 @@ class NLLLossFn(LogProbLoss):
 
 
 class NLLLoss(NLLLossFn):
-    """NLL of the valid tokens, −Σ mask·log π / global_valid_toks, by the documented call.
-
-    Metrics: loss, num_unmasked_tokens, num_valid_samples.
-    """
+    """NLL of the valid tokens, −Σ mask·log π / global_valid_toks; gives num_unmasked_tokens too."""
 
     def __call__(  # type: ignore[override]
         self,
@@ -98,17 +95,17 @@ class _PairLoss(LossFunction):
             raise ValueError(
                 f"rewards {list(rewards.shape)} and sample_mask {list(sample_mask.shape)} must be [2P], one per row"
             )
-        (chosen, rejected), (of_chosen, of_rejected) = map(self.split_output_tensor, (rewards, sample_mask))
+        (chosen, rejected), (chosen_mask, rejected_mask) = map(self.split_output_tensor, (rewards, sample_mask))
         count = as_count(1 if seqs is None else seqs, rewards.device).clamp(min=1) / 2
 
         def mean(x: Tensor, mask: Tensor) -> Tensor:
             return torch.where(mask, x, 0).sum(dtype=torch.float64) / count
 
-        chosen, rejected = torch.where(of_chosen, chosen, 0), torch.where(of_chosen | of_rejected, rejected, 0)
-        return mean(dpo(chosen, rejected, beta, 0.0), of_chosen), {
-            "accuracy": mean((chosen > rejected).double(), of_chosen),
-            "rewards_chosen_mean": mean(chosen, of_chosen),
-            "rewards_rejected_mean": mean(rejected, of_rejected),
+        chosen, rejected = torch.where(chosen_mask, chosen, 0), torch.where(chosen_mask | rejected_mask, rejected, 0)
+        return mean(dpo(chosen, rejected, beta, 0.0), chosen_mask), {
+            "accuracy": mean((chosen > rejected).double(), chosen_mask),
+            "rewards_chosen_mean": mean(chosen, chosen_mask),
+            "rewards_rejected_mean": mean(rejected, rejected_mask),
             "num_valid_samples": sample_mask.sum() / 2,
         }
 
@@ -116,8 +113,8 @@ class _PairLoss(LossFunction):
 class PreferenceLoss(_PairLoss):
     """Bradley-Terry loss of a reward model, by the documented call; whole on every context rank.
 
-    Metrics: loss, accuracy (ties count as wrong), rewards_chosen_mean, rewards_rejected_mean, num_valid_samples (pairs). If a
-    pair's rows differ in sample_mask, the chosen row decides.
+    Metrics: loss, accuracy (ties count as wrong), rewards_chosen_mean, rewards_rejected_mean, num_valid_samples (pairs). Where
+    a pair's rows differ in sample_mask, the chosen row decides.
     """
 
     input_type = LossInputType.LOGIT
@@ -147,13 +144,9 @@ class PreferenceLossFn(PreferenceLoss):
 class DPOLossFn(_PairLoss, LogProbLoss):
     """DPO with an NLL on the chosen responses, w_p·L_pref + w_s·L_sft; see the library's `DPOLossFn`.
 
-    In `data["reference_policy_logprobs"]` column t is of token t + 1. global_valid_toks is not read. It may run in a packing
-    wrapper (Q9: the origin's may not, as the wrapper separates pairs).
-
-    Metrics: loss, sft_loss, preference_loss, and those of `PreferenceLoss`, the rewards without β.
-
-    Args:
-        cfg: see `DPOLossConfig`; β may be 0, sft_average_log_probs without sft_loss_weight has no effect.
+    Column t of `data["reference_policy_logprobs"]` is of token t + 1; global_valid_toks is not read. It may run in a packing
+    wrapper (Q9: the origin's separates pairs). Metrics: loss, sft_loss, preference_loss, and those of `PreferenceLoss`, rewards
+    without β.
     """
 
     def __init__(self, cfg: DPOLossConfig | Mapping[str, object], use_fused_linear_logprobs: bool = False) -> None:

@@ -1,4 +1,4 @@
-"""Inputs of NeMo-RL's losses, made of logits: whole on every context rank, one column per predicted token."""
+"""Reading of log-probs from logits for NeMo-RL: whole on every context rank, one column per predicted token."""
 
 from __future__ import annotations
 
@@ -31,11 +31,7 @@ Data = Mapping[str, Tensor]
 
 @dataclass(frozen=True, eq=False)
 class ShardedOutput:
-    """Logits and their place.
-
-    logits: [B, S'/cp, V/tp] in the zigzag layout, S' ≥ S with the padding of context ranks; packed [1, T/cp, V/tp]; or an
-    `LMHeadInput`.
-    """
+    """Logits [B, S'/cp, V/tp] (zigzag, S' ≥ S), packed [1, T/cp, V/tp], or an `LMHeadInput`, with groups."""
 
     logits: Tensor | LMHeadInput
     tensor_rank: int | None = None
@@ -52,7 +48,7 @@ class ShardedOutput:
         context_group: ProcessGroup | None = None,
         packed: PackedSequences | None = None,
     ) -> ShardedOutput:
-        """Wrap a call's output, of a DTensor the local shard and the mesh's "tp"; ValueError for a "cp" > 1."""
+        """Wrap a call's output (a DTensor: its local shard, the mesh's "tp"); ValueError for a "cp" > 1."""
         if isinstance(logits, DTensor):
             mesh = logits.device_mesh
             if "cp" in (mesh.mesh_dim_names or ()) and mesh["cp"].size() > 1:
@@ -87,8 +83,8 @@ class ShardedOutput:
     def topk_logprobs(self, data: Data, valid: Tensor | None, *, whole: bool) -> tuple[Tensor, Tensor | None]:
         """Compute student log-probs [B, S − 1, K] of teacher_topk_indices, if `whole` also entropy [B, S − 1].
 
-        They are normalised over the vocabulary if `whole`, else inside the K. Only tokens in `valid` [B, S] are read; None:
-        all. ValueError as above, and for K = 0.
+        They are normalised over the vocabulary if `whole`, else inside the K. Only tokens in `valid` [B, S] (None: all) are
+        read. ValueError as in `next_token_logprobs`, and for K = 0.
         """
         if isinstance(self.logits, LMHeadInput):
             raise ValueError("distillation reads whole logits; an LMHeadInput has none")
@@ -111,7 +107,7 @@ class ShardedOutput:
         return layout.unshard(logprobs, self.context_group, shift=False)[:, : width - 1], entropy
 
     def _read(self, ids: Tensor, truncation: Truncation) -> tuple[SequenceLayout, VocabShard, Tensor]:
-        """Return the logits' layout, this rank's columns, and the ids as wide as the layout."""
+        """Return the logits' layout, this rank's columns, and the ids padded to the layout's width."""
         head, logits = split_output(self.logits, self.tensor_group)
         cp, rank = group_size(self.context_group), group_rank(self.context_group)
 

@@ -1,7 +1,4 @@
-"""OpenRLHF's losses (0.11.2, and those dropped since its article), by its names and arguments.
-
-`parallel_rl.compat.openrlhf_article` has the policy and value loss of the article and its time.
-"""
+"""OpenRLHF's losses (0.11.2, and those dropped since its article); `openrlhf_article` has those of the article."""
 
 from parallel_rl.compat.language import KDLoss, PRMLoss
 from parallel_rl.compat.openrlhf.losses import GPTLMLoss, SFTLoss, ValueLoss, aggregate_loss

@@ -20,17 +20,16 @@ from parallel_rl.losses.value import clipped_squared_error, squared_error
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-# What an origin's call says of the step: (dp_size, batch_num_tokens, global_batch_size).
+# the origin's counts of the step: (dp_size, batch_num_tokens, global_batch_size)
 Totals = tuple[float, "Count | None", "Count | None"]
 
 
 def mode_of(token_level_loss: bool) -> Aggregation:
-    """Return the mean over tokens, or over rows of their means."""
     return "token-mean" if token_level_loss else "seq-mean-token-mean"
 
 
 def with_totals(batch: TokenBatch, totals: Totals, token_level_loss: bool, step: Step) -> tuple[TokenBatch, float]:
-    """Return the batch with the step's counts from the origin's call, if given, and the loss's factor."""
+    """Return the batch with the origin's counts of the step, if given, and the factor of the loss."""
     dp_size, tokens, sequences = totals
     total = tokens if token_level_loss else sequences
     if total is None:
@@ -38,7 +37,7 @@ def with_totals(batch: TokenBatch, totals: Totals, token_level_loss: bool, step:
     if step.seqs is not None:
         raise ValueError(
             "batch_num_tokens and global_batch_size go with dp_size; global_valid_seqs and global_valid_toks give this rank's "
-            "share instead: give one or the other"
+            "local loss instead: give one or the other"
         )
     count = as_count(total, batch.mask.device)
     counts = batch.counts._replace(**{"toks" if token_level_loss else "seqs": count})
@@ -67,9 +66,9 @@ def aggregate_loss(
 
     Args:
         loss, loss_mask: [B, A/cp]; a mask of None: all tokens.
-        batch_num_tokens, global_batch_size: counts of the step; the mean over them is multiplied by `dp_size`, which undoes
-            the average of gradients over data ranks.
-        global_valid_seqs, global_valid_toks: the same counts (of rows with a token) for a share without that factor.
+        batch_num_tokens, global_batch_size: counts of the step; the mean is multiplied by `dp_size`, over which gradients are
+            averaged.
+        global_valid_seqs, global_valid_toks: the same counts (of rows with a token) for a local loss without that factor.
     """
     step = Step(global_valid_seqs, global_valid_toks, context_parallel_group)
     batch = dense_batch(loss, loss_mask, step=step, count_empty=False)
@@ -144,9 +143,8 @@ class ValueLoss(nn.Module):
 class GPTLMLoss(nn.Module):
     """Next-token cross-entropy, a mean over labels that are not −100; without any, 0 (the origin: NaN).
 
-    With `ring_attn_group`, whose ranks hold equal contiguous parts of the sequence, it is the mean of the ranks' own means,
-    each without the target behind its part (Q34); `labels` are whole on every rank, and each gets the same value, with the
-    gradient of its own part. With `context_parallel_group` nothing is lost: see `next_token_loss`.
+    `ring_attn_group` ranks hold equal contiguous parts of the sequence and whole `labels`. All return the mean of the ranks'
+    means, with the gradient of their part; each lacks the target after its part (Q34). `context_parallel_group` lacks none.
     """
 
     def __init__(self, ring_attn_group: ProcessGroup | None = None) -> None:
@@ -164,7 +162,7 @@ class GPTLMLoss(nn.Module):
         context_parallel_group: ProcessGroup | None = None,
         cp_layout: CPLayout = "zigzag",
     ) -> Tensor:
-        """Return the loss as `compat.language.GPTLMLoss`; with a ring, ValueError for the keywords of a share."""
+        """Return the loss as `compat.language.GPTLMLoss`; with a ring, ValueError for the step's counts."""
         ring = self.ring_attn_group
         if ring is None:
             return next_token_loss(

@@ -37,9 +37,8 @@ class Correction:
     """Treatment of units (tokens or rows) whose statistic of ω = π_old/π_rollout is outside [low, high].
 
     level: the unit; "off" corrects nothing. gating: "ratio" is ω, of a row its geometric mean; "binary_kl" and "tv" are
-    divergences of the two Bernoulli distributions of the sampled token, of a row their mean. mode: "mask" drops units
-    outside, and the others keep their tokens' ω unclamped; "clip" clamps each token's ω, and also raises small ones to `low`
-    (Q30).
+    divergences of the two Bernoulli distributions of the sampled token, of a row their mean. mode: "mask" drops units outside
+    and keeps the others' ω unclamped; "clip" clamps each token's ω, and also raises small ones to `low` (Q30).
     """
 
     level: Level = "off"
@@ -75,17 +74,14 @@ class Correction:
 
     @property
     def importance(self) -> ImportanceConfig:
-        """Return ω as the library's importance weight; "mask" is applied apart from it, by `filtered`."""
+        """Return ω as the library's importance weight; `filtered` applies "mask"."""
         if self.mode == "mask" or (self.low <= 0 and self.high == math.inf):
             return ImportanceConfig()
         return ImportanceConfig(mode="tis", low=max(self.low, 0.0), high=self.high)
 
     @torch.no_grad()
     def filtered(self, batch: TokenBatch) -> tuple[Tensor, Tensor]:
-        """Mark [T_local] tokens outside the band, alone or by row; return their fraction's share too.
-
-        A row without a token is no unit (the origin: outside, as its statistic is NaN).
-        """
+        """Mark [T_local] tokens outside the band, alone or by non-empty row; return their local fraction too."""
         old, rollout = batch["old_logprobs"], batch["rollout_logprobs"]
         statistic = old - rollout if self.gating == "ratio" else _divergence(old, rollout, self.gating)
         by_row = self.level == "seq"
@@ -116,7 +112,6 @@ class PolicyLoss(nn.Module):
         gspo  ρ = exp(mean_t(l − l_old)), with a correction of l − l_rollout; always a mean over rows
 
     is_correction_mode, is_correction_gating, is_correction_threshold: see `Correction`; for PPO's correction only.
-
     Papers: arXiv 1707.06347, 1912.09729 (dual clip), 2507.18071 (GSPO).
     """
 
@@ -169,7 +164,7 @@ class PolicyLoss(nn.Module):
         global_valid_toks: Count | None = None,
         context_parallel_group: ProcessGroup | None = None,
     ) -> Result:
-        """Return (loss, clip_ratio, ppo_kl, vllm_kl, is_filter_ratio), with the counts of the step as shares.
+        """Return (loss, clip_ratio, ppo_kl, vllm_kl, is_filter_ratio); with counts this rank's parts.
 
         clip_ratio: fraction of tokens that are clipped, without the dual clip. ppo_kl, vllm_kl: means of l_old − l and of
         l_rollout − l_old. is_filter_ratio: fraction of units outside the threshold, tokens or non-empty rows. The last two
@@ -191,8 +186,10 @@ class PolicyLoss(nn.Module):
                 batch = with_field(
                     batch, "generation_logprobs", torch.where(outside, torch.inf, batch["rollout_logprobs"])
                 )
-        whole, factor = with_totals(batch, (dp_size, batch_num_tokens, global_batch_size), self.token_level_loss, step)
-        shares = self.loss_fn.shares(whole)
+        counted, factor = with_totals(
+            batch, (dp_size, batch_num_tokens, global_batch_size), self.token_level_loss, step
+        )
+        shares = self.loss_fn.shares(counted)
         loss = share_of(shares.loss, None) * factor
         with torch.no_grad():
             plain = shares.terms.ratio * batch["advantages"]

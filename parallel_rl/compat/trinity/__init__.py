@@ -1,7 +1,7 @@
 """Trinity-RFT's policy losses (0.6.0): its names, constructor arguments, `default_args`, `select_keys`, and metrics.
 
-Its trainer overrides loss_agg_mode (Q35) and averages per micro-batch (Q31). Here the class's arguments hold, and counts of
-the whole step give the local loss that adds up.
+Its trainer overrides loss_agg_mode (Q35) and averages per micro-batch (Q31). Here the class's arguments hold, and with counts
+of the whole step local losses add up.
 """
 
 from parallel_rl.compat.trinity.base import ALL_MAPPERS, KeyMapper, PolicyLossFn

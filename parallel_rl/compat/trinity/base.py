@@ -33,11 +33,9 @@ class KeyMapper:
         self.from_trinity_map = {theirs: ours for ours, theirs in to_trinity_map.items()}
 
     def to_trinity(self, key: str) -> str:
-        """Return Trinity's name of the trainer's `key`, or the key itself."""
         return self.to_trinity_map.get(key, key)
 
     def from_trinity(self, key: str) -> str:
-        """Return the trainer's name of Trinity's `key`, or the key itself."""
         return self.from_trinity_map.get(key, key)
 
 
@@ -56,10 +54,7 @@ ALL_MAPPERS = {
 
 
 def trinity_call(call: Callable[..., ResultT]) -> Callable[..., ResultT]:
-    """Let `call` take tensors as keywords by the backend's names, and drop other keywords.
-
-    global_valid_seqs, global_valid_toks, context_parallel_group and statistics become its `within`.
-    """
+    """Let `call` take tensors as keywords by the backend's names; counts and group make its `within`."""
     known = set(inspect.signature(call).parameters)
 
     @functools.wraps(call)
@@ -82,14 +77,13 @@ def trinity_call(call: Callable[..., ResultT]) -> Callable[..., ResultT]:
 class PolicyLossFn(ABC):
     """Policy loss on log-probs [B, T] of responses: `loss, metrics = fn(logprob, ...)`.
 
-    Tensors come in the order of the call or as keywords, by Trinity's names or those of `backend`; other keywords are
-    dropped. Every loss also takes global_valid_seqs and global_valid_toks, the counts of the whole optimizer step, and
-    context_parallel_group, which each row's tokens are spread over ([B, T/cp], all tensors cut alike); with the counts a loss
-    with `collect` needs its reduced result, statistics.
+    Tensors come in the order of the call or as keywords, by Trinity's names or those of `backend`; other keywords are dropped.
+    Every loss also takes global_valid_seqs and global_valid_toks, counts of the whole optimizer step, and
+    context_parallel_group, whose ranks split each row's tokens ([B, T/cp], all tensors alike). With counts a loss with
+    `collect` needs its reduced result, statistics.
 
     Returns:
-        The loss and its metrics by the origin's names: a dict of floats; with the counts of the step or a context group a
-        `Metrics` of this rank's local losses, for `reduce_metrics`.
+        The loss and a dict of floats by the origin's names; with counts or a context group a `Metrics` of local parts.
     """
 
     __call__: Callable[..., Result]
@@ -106,16 +100,14 @@ class PolicyLossFn(ABC):
     def select_keys(self) -> list[str]:
         """Return the backend's names of the tensors that the loss reads, other than the log-probs."""
         parameters = inspect.signature(type(self).__call__).parameters.values()
-        keys = [each.name for each in parameters if each.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD]
+        keys = [parameter.name for parameter in parameters if parameter.kind is parameter.POSITIONAL_OR_KEYWORD]
         return [self.mapper.from_trinity(key) for key in keys if key not in ("self", "logprob")]
 
     @classmethod
     def default_args(cls) -> dict[str, object]:
         """Return the constructor's arguments for a config that gives none: defaults and `other_defaults`."""
-        parameters = inspect.signature(cls).parameters.values()
-        defaults = {
-            each.name: each.default for each in parameters if each.name != "backend" and each.default is not None
-        }
+        defaults = {name: parameter.default for name, parameter in inspect.signature(cls).parameters.items()}
+        defaults = {name: value for name, value in defaults.items() if name != "backend" and value is not None}
         return {**defaults, **cls.other_defaults}
 
 
@@ -141,7 +133,7 @@ def scaled(loss: Tensor, batch: TokenBatch, mode: str) -> Tensor:
 
 
 def reported(metrics: Mapping[str, Metric], step: Step) -> Mapping[str, float | Tensor]:
-    """Return floats, copied at once, if the call is the whole step; else the shares."""
+    """Return floats, copied at once, if the call is the whole step, else this rank's parts."""
     if not step.alone or not metrics:
         return Metrics(metrics)
     values = torch.stack([metric.value.detach().double() for metric in metrics.values()])

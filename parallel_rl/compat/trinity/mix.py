@@ -25,10 +25,9 @@ SIDES = ("usual", "expert")
 class MixtureLossFn(PolicyLossFn):
     """(1 − μ)·n_u·w_u·PPO(usual rows) + μ·n_x·w_x·SFT(expert rows), each side a mean over its own rows.
 
-    The weights w undo the scaling of Trinity's older trainer (Q32): GA/U with GA = ppo_mini_batch_size //
-    ppo_micro_batch_size_per_gpu, or with use_dynamic_bsz E/(B·U), E = ppo_mini_batch_size // ngpus_trainer; U =
-    train_batch_size_usual // ngpus_trainer, at least 1, and w_x likewise with train_batch_size_expert. With the counts of the
-    step it needs `statistics`, the reduced result of `collect`.
+    The weights w undo the scaling of Trinity's older trainer (Q32): w_u = GA/U with GA = ppo_mini_batch_size //
+    ppo_micro_batch_size_per_gpu, or with use_dynamic_bsz E/(B·U), E = ppo_mini_batch_size // ngpus_trainer. U =
+    train_batch_size_usual // ngpus_trainer ≥ 1, for w_x of train_batch_size_expert. With counts it needs `collect`'s result.
     """
 
     backend: str
@@ -45,7 +44,7 @@ class MixtureLossFn(PolicyLossFn):
     sft_loss_agg_mode: str | None
     grpo_loss_agg_mode: str | None
     enable_phi_function = False
-    #: whether μ and the metrics of sides without a row are given
+    #: whether metrics include μ, and sides without a row
     scheduled = False
 
     def __post_init__(self) -> None:
@@ -78,15 +77,14 @@ class MixtureLossFn(PolicyLossFn):
         metrics: dict[str, Metric] = {}
         loss, present = torch.zeros((), dtype=math_dtype(logprob.dtype), device=logprob.device), {}
         fns: dict[str, PPOPolicyLossFn | SFTLossFn] = {"usual": self.grpo_loss_fn, "expert": self.sft_loss_fn}
-        for (side, rows), part in zip(_rows(expert_mask).items(), (1 - mu, mu), strict=True):
+        for (side, rows), factor in zip(_rows(expert_mask).items(), (1 - mu, mu), strict=True):
             batch = dense_batch(logprob, action_mask, fields, step.of(side), rows=rows)
             mean, side_metrics = fns[side].share(batch)
-            size = getattr(self, f"train_batch_size_{side}")
-            dynamic = self.use_dynamic_bsz
-            weight = self.experience_per_gpu / (total * size) if dynamic else self.gradient_accumulation / size
+            size, of_gpu = getattr(self, f"train_batch_size_{side}"), self.experience_per_gpu
+            weight = of_gpu / (total * size) if self.use_dynamic_bsz else self.gradient_accumulation / size
             count = batch.counts.seqs * weight
-            loss = loss + (part * mean * count).to(mean.dtype)
-            metrics |= {f"{side}/{key}": each._replace(value=each.value * count) for key, each in side_metrics.items()}
+            loss = loss + (factor * mean * count).to(mean.dtype)
+            metrics |= {f"{side}/{key}": part._replace(value=part.value * count) for key, part in side_metrics.items()}
             present[side] = count_true(batch, batch.sequence_mask)
         metrics["loss"] = Metric("share", loss)
         if self.scheduled:
@@ -104,20 +102,16 @@ class MixtureLossFn(PolicyLossFn):
         sums: dict[str, Tensor] = {}
         for side, rows in _rows(expert_mask).items():
             batch = dense_batch(logprob, action_mask, step=Step(context_group=within.context_group), rows=rows)
-            sums |= {
-                f"{side}_seqs": count_true(batch, rows).value,
-                f"{side}_toks": count_true(batch, batch.valid).value,
-            }
+            sums[f"{side}_seqs"] = count_true(batch, rows).value
+            sums[f"{side}_toks"] = count_true(batch, batch.valid).value
         return Statistics(sums)
 
 
 @dataclass(eq=False, repr=False)
 class MIXPolicyLossFn(MixtureLossFn):
-    """PPO on the policy's rows and SFT on an expert's (`expert_mask` [B] bool), see `MixtureLossFn`.
+    """PPO on the policy's rows and SFT on an expert's (`expert_mask` [B] bool). Paper: arXiv 2505.17826.
 
-    Metrics: usual/... of `PPOPolicyLossFn`, expert/... of `SFTLossFn` (each only if the side has a row), loss.
-
-    Paper: arXiv 2505.17826.
+    Metrics: usual/... of `PPOPolicyLossFn`, expert/... of `SFTLossFn` (if the side has a row), loss.
     """
 
     backend: str = "verl"
@@ -157,10 +151,8 @@ class MIXPolicyLossFn(MixtureLossFn):
 class MIXCHORDPolicyLossFn(MixtureLossFn):
     """MIX with SFT-phi on the expert's rows and μ by the step: warm-up to mu_peak, cosine to mu_valley.
 
-    `step` [B] holds the number of the optimizer step, the same in all rows. A side without a row contributes 0 (Q37: the
-    origin is NaN in the seq-mean modes).
-
-    Metrics: usual/..., expert/..., loss, mu. Paper: CHORD, arXiv 2508.11408.
+    `step` [B] holds the number of the optimizer step. A side without a row contributes 0 (Q37: the origin is NaN in the
+    seq-mean modes). Metrics: usual/..., expert/..., loss, mu. Paper: CHORD, arXiv 2508.11408.
     """
 
     scheduled = True
@@ -213,5 +205,4 @@ class MIXCHORDPolicyLossFn(MixtureLossFn):
 
 
 def _rows(expert_mask: Tensor) -> dict[str, Tensor]:
-    """Return [B] bool of each side."""
     return {"usual": ~expert_mask.bool(), "expert": expert_mask.bool()}

@@ -56,9 +56,7 @@ class CISPOPolicyLossFn(RatioLossFn):
 class TOPRPolicyLossFn(RatioLossFn):
     """Tapered off-policy REINFORCE, −sg[α]·A·l, α = clip(ρ, 0, 1) if A ≤ advantage_threshold, else 1.
 
-    ρ is of each token, in the paper of the whole response (Q38: the library's `ratio_level: sequence-sum`).
-
-    Metrics: topr_loss, avg_alpha, avg_ratio. Paper: arXiv 2503.14286.
+    ρ is per token (paper: per response, Q38). Metrics: topr_loss, avg_alpha, avg_ratio. Paper: arXiv 2503.14286.
     """
 
     def __init__(
@@ -137,11 +135,9 @@ class ImportanceSamplingLossFn(RatioLossFn):
 class RECPolicyLossFn(RatioLossFn):
     """REINFORCE with PPO's pieces by choice: −A'·l·I and a regulariser; ρ constant.
 
-    There is no `loss_agg_mode`: it is a mean over tokens, with clip_mode "gspo-one-side" over sequences of their means.
-    `weight` gspo_importance_sampling goes with every clip_mode (in the origin with gspo-one-side only, Q39). The primes
-    default to 0.4, in `default_args` to 0.6 and 2 (Q39).
-
-    Metrics: pg_clipfrac, pg_loss. Paper: arXiv 2509.24203.
+    There is no `loss_agg_mode`: the loss is a mean over tokens, with clip_mode "gspo-one-side" over sequences of their means.
+    `weight` gspo_importance_sampling works with every clip_mode (in the origin with gspo-one-side only, Q39). The primes
+    default to 0.4, in `default_args` to 0.6 and 2 (Q39). Metrics: pg_clipfrac, pg_loss. Paper: arXiv 2509.24203.
     """
 
     other_defaults: ClassVar = {"epsilon_low_prime": 0.6, "epsilon_high_prime": 2}

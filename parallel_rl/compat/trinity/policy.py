@@ -44,7 +44,7 @@ class RatioLossFn(PolicyLossFn):
         return loss, reported(metrics, within)
 
     def share(self, batch: TokenBatch) -> tuple[Tensor, dict[str, Metric]]:
-        """Compute the share of the loss of a batch with the fields of the call, and its metrics."""
+        """Compute the local loss of a batch with the fields of the call, and its metrics."""
         shares = self.loss_fn.shares(batch)
         loss = scaled(share_of(shares.loss, None), batch, self.loss_agg_mode)
         with torch.no_grad():
@@ -58,14 +58,11 @@ class RatioLossFn(PolicyLossFn):
 class PPOPolicyLossFn(RatioLossFn):
     """Clipped surrogate, always with a dual clip; the log-ratio is clamped to ±20 (gradient 0 beyond).
 
-    clip_range stands in for clip_range_low and clip_range_high. clip_ratio_c: of the dual clip, > 1. enable_sequence_masking:
-    drop tokens with A < 0 if the sequence's mean of l_old − l exceeds delta_sequence_masking. fallback_to_policy_gradient:
-    the ratio is 1 with its gradient, old_logprob is not read.
-
+    clip_range: the default of clip_range_low and clip_range_high. clip_ratio_c: of the dual clip, > 1. enable_sequence_masking:
+    drop tokens with A < 0 if the sequence's mean of l_old − l exceeds delta_sequence_masking. fallback_to_policy_gradient: the
+    ratio is 1 with its gradient, old_logprob is not read.
     Metrics: pg_clipfrac, pg_clipfrac_lower, ppo_kl, pg_loss; with masking seq_mask/masked_tokens (also counts padding with A
-    < 0) and seq_mask/mean_sequence_kl.
-
-    Papers: arXiv 1707.06347, 1912.09729, 2512.02556.
+    < 0) and seq_mask/mean_sequence_kl. Papers: arXiv 1707.06347, 1912.09729, 2512.02556.
     """
 
     other_defaults: ClassVar = {"clip_range": 0.2}
@@ -87,7 +84,7 @@ class PPOPolicyLossFn(RatioLossFn):
         self.clip_ratio_c, self.loss_agg_mode = clip_ratio_c, loss_agg_mode
         self.enable_sequence_masking, self.delta_sequence_masking = enable_sequence_masking, delta_sequence_masking
         self.fallback_to_policy_gradient = fallback_to_policy_gradient
-        # The fallback measures the drift from its own log-probs too: it is 0.
+        # the fallback's drift is from its own log-probs: 0
         behaviour: Literal["prev", "generation"] = "generation" if fallback_to_policy_gradient else "prev"
         masking = OffPolicyMaskConfig(delta_sequence_masking, behaviour) if enable_sequence_masking else None
         self.loss_fn = LibraryLoss(
@@ -125,9 +122,8 @@ class PPOPolicyLossFn(RatioLossFn):
 class GSPOLossFn(RatioLossFn):
     """GSPO-token: the sequence's geometric mean ratio, gradient per token, clipped; no dual clip.
 
-    Trinity's trainer overrides this loss_agg_mode by its global one, token-mean by default (Q35); here it holds.
-
-    Metrics: pg_clipfrac, ppo_kl, pg_loss, ppo_kl_seq (a mean over all rows, also empty ones). Paper: arXiv 2507.18071.
+    Trinity's trainer overrides this loss_agg_mode (Q35); here it holds. Metrics: pg_clipfrac, ppo_kl, pg_loss, ppo_kl_seq (a
+    mean over all rows, also empty ones). Paper: arXiv 2507.18071.
     """
 
     other_defaults: ClassVar = {"clip_range_low": 0.0003, "clip_range_high": 0.0004}
@@ -160,10 +156,7 @@ class GSPOLossFn(RatioLossFn):
 
 
 class OPMDPolicyLossFn(PolicyLossFn):
-    """Online policy mirror descent, −A·l / (1 + τ).
-
-    Metrics: opmd_loss. Papers: arXiv 2505.17826 (appendix A), 2509.24203.
-    """
+    """Online policy mirror descent, −A·l / (1 + τ). Metrics: opmd_loss. Papers: 2505.17826, 2509.24203."""
 
     def __init__(self, backend: str = "verl", tau: float = 1.0, loss_agg_mode: str = "token-mean") -> None:
         super().__init__(backend)

@@ -36,7 +36,6 @@ class SFTLossFn(PolicyLossFn):
         return loss, reported(metrics, within)
 
     def share(self, batch: TokenBatch) -> tuple[Tensor, dict[str, Metric]]:
-        """Compute the share of the loss of a batch, and its metrics."""
         loss = scaled(self.loss_fn.compute(batch)[0], batch, self.loss_agg_mode)
         return loss, {self.metric_name: Metric("share", loss)}
 
@@ -51,9 +50,9 @@ class SFTISLossFn(SFTLossFn):
 
 
 class SFTPhiLossFn(SFTLossFn):
-    """SFT weighted by φ(p) = p·(1 − p), −sg[φ(e^l)]·min(l, log cutoff_prob).
+    """SFT weighted by φ(p) = p·(1 − p), −sg[φ(e^l)]·min(l, log cutoff_prob). Paper: arXiv 2508.11408.
 
-    cutoff_prob: in (0, 1]; likelier tokens have no gradient. Metrics: sft_phi_loss. Paper: CHORD, arXiv 2508.11408.
+    cutoff_prob: in (0, 1]; more likely tokens have no gradient. Metrics: sft_phi_loss.
     """
 
     metric_name = "sft_phi_loss"
@@ -70,9 +69,8 @@ class DPOLossFn(PolicyLossFn):
     """DPO (cDPO with label_smoothing) of rows chosen, rejected, chosen, ...; all pairs act as one.
 
     The origin sums the log-ratios of all pairs before the sigmoid (Q36), so it is DPO only for a step of one pair; the
-    library's `DPOLossFn` has the mean over pairs. With the counts of the step it needs `statistics`, the reduced result of
-    `collect`.
-
+    library's `DPOLossFn` has the mean over pairs. With the counts of the step it needs `statistics`, `collect`'s reduced
+    result.
     Metrics: chosen_reward, rejected_reward (β times the sums), accuracy_mean, dpo_loss. Paper: arXiv 2305.18290.
     """
 
@@ -86,18 +84,18 @@ class DPOLossFn(PolicyLossFn):
         batch = dense_batch(logprob, action_mask, {"ref": ref_logprob}, step)
         chosen, rejected = self._sums(batch)
         part = 1.0 if statistics is None else len(logprob) / batch.counts.seqs
-        if statistics is not None:  # the sums of the step, with the gradient of this rank's own
+        if statistics is not None:  # the sums of the step, with the gradient of this rank's sums
             chosen = straight_through(statistics["chosen"].to(chosen.device), chosen)
             rejected = straight_through(statistics["rejected"].to(rejected.device), rejected)
-        whole = (
+        loss_of_step = (
             dpo(chosen, rejected, self.beta, self.label_smoothing).to(batch.logprobs.dtype) / batch.local.layout.cp_size
         )
-        loss = straight_through(whole * part, whole)
-        here, one = torch.ones_like(chosen, dtype=torch.bool), torch.ones_like(chosen)
+        loss = straight_through(loss_of_step * part, loss_of_step)
+        here, weights = torch.ones_like(chosen, dtype=torch.bool), torch.ones_like(chosen)
         metrics = {
-            "chosen_reward": sequence_mean(batch, self.beta * chosen * part, here, one),
-            "rejected_reward": sequence_mean(batch, self.beta * rejected * part, here, one),
-            "accuracy_mean": sequence_mean(batch, (chosen > rejected) * part, here, one),
+            "chosen_reward": sequence_mean(batch, self.beta * chosen * part, here, weights),
+            "rejected_reward": sequence_mean(batch, self.beta * rejected * part, here, weights),
+            "accuracy_mean": sequence_mean(batch, (chosen > rejected) * part, here, weights),
             "dpo_loss": Metric("share", loss),
         }
         return loss, reported(metrics, step)
@@ -108,9 +106,9 @@ class DPOLossFn(PolicyLossFn):
         """Collect this micro-batch's part of the step's statistics; `+` joins micro-batches, then `reduce`."""
         batch = dense_batch(logprob, action_mask, {"ref": ref_logprob}, Step(context_group=within.context_group))
         chosen, rejected = self._sums(batch)
-        here, one = torch.ones_like(chosen, dtype=torch.bool), torch.ones_like(chosen)
+        here, weights = torch.ones_like(chosen, dtype=torch.bool), torch.ones_like(chosen)
         sums = {"chosen": chosen, "rejected": rejected}
-        return Statistics({name: sequence_mean(batch, value, here, one).value for name, value in sums.items()})
+        return Statistics({name: sequence_mean(batch, value, here, weights).value for name, value in sums.items()})
 
     def _sums(self, batch: TokenBatch) -> tuple[Tensor, Tensor]:
         """Sum the log-ratios of all chosen, and of all rejected tokens: 0-dim, float64."""

@@ -15,9 +15,9 @@ from parallel_rl.losses.core.base import LossFn
 def nemo_rl(loss: Callable[..., tuple], fields: tuple[str, ...] = ()) -> FunctionLoss:
     """Adapt a NeMo-RL loss: (next_token_logprobs, data, valid_seqs, valid_toks) → (loss, metrics).
 
-    next_token_logprobs [B, S − 1]; `data` has the masks, input_ids and `fields`, 0 where no loss is carried. NeMo-RL adds
-    metrics up, but for those with _min and _max in their names, which are left out here, as is what it undoes: the factors of
-    Megatron and of context ranks.
+    next_token_logprobs [B, S − 1]; `data` has the masks, input_ids and `fields`, 0 outside the loss tokens. Left out are
+    metrics with _min or _max in their names, which NeMo-RL does not sum, and the factors of Megatron and context ranks, which
+    it undoes.
 
     >>> def loss(next_token_logprobs, data, global_valid_seqs, global_valid_toks):
     ...     return -next_token_logprobs.sum() / global_valid_toks, {}

@@ -1,7 +1,6 @@
 """Any loss of this library in NeMo-RL (its source of August 2026); `parallel_rl.compat.nemo_rl` has NeMo-RL's own losses.
 
-NeMo-RL's hidden factors: every context rank has whole log-probs, and the loss is divided by the number of these ranks, so
-each must return the whole loss. NeMo-RL itself undoes Megatron's divisors.
+NeMo-RL's hidden factor: each context rank has whole log-probs and returns the whole loss, which NeMo-RL divides by cp.
 """
 
 from __future__ import annotations
@@ -33,10 +32,8 @@ class HostLoss:
     >>> loss_fn.loss_type, loss_fn.metric_normalizations["approx_kl"]
     ('sequence_level', 'tokens')
 
-    Attributes:
-        input_type: log-probs. loss_type: divided by the step's tokens or by its sequences.
-        metric_normalizations: divisor of each metric. All three are NeMo-RL's members where it is imported, else their
-            values.
+    `input_type` (log-probs), `loss_type` and `metric_normalizations` (what divides loss and metrics) are NeMo-RL's enum members
+    where it is imported, else their values.
 
     Raises:
         ValueError: a loss that reads more than NeMo-RL's batch has, or is divided by neither tokens nor sequences; a NeMo-RL
@@ -54,9 +51,9 @@ class HostLoss:
             )
         self.input_type = _member("LossInputType", "LOGPROB")
         self.loss_type = _member("LossType", "TOKEN_LEVEL" if unit == "tokens" else "SEQUENCE_LEVEL")
-        words = {"tokens": "TOKENS", "sequences": "SEQUENCES", "pairs": "SEQUENCES"}
+        divisors = {"tokens": "TOKENS", "sequences": "SEQUENCES", "pairs": "SEQUENCES"}
         self.metric_normalizations = {
-            name: _member("MetricNormalizer", words.get(count or "", "NONE")) for name, count in per.items()
+            name: _member("MetricNormalizer", divisors.get(count or "", "NONE")) for name, count in per.items()
         }
 
     def __call__(
@@ -68,15 +65,12 @@ class HostLoss:
     ) -> tuple[Tensor, dict[str, float]]:
         """Compute the whole loss of the rows, divided by the step's counts, and its metrics; no count: 0.
 
-        Metrics that are ratios of sums are left out: NeMo-RL adds metrics up over micro-batches.
+        Ratios of sums are left out of the metrics, since NeMo-RL adds metrics up over micro-batches.
 
         Args:
-            next_token_logprobs: [B, S − 1], of input_ids[:, 1:], the same on every context rank.
+            next_token_logprobs: [B, S − 1] (else ValueError), of input_ids[:, 1:], the same on every context rank.
             data: token_mask and fields [B, S], sample_mask [B]; column t is of token t.
             global_valid_seqs, global_valid_toks: of the step; None if the loss does not read it.
-
-        Raises:
-            ValueError: log-probs of another shape than [B, S − 1].
         """
         rows, width = data["token_mask"].shape
         if next_token_logprobs.shape != (rows, width - 1):

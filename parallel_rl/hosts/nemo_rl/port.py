@@ -31,7 +31,7 @@ SECTIONS = f"NeMo-RL (policy, and loss_fn or one of {', '.join(_OBJECTIVES)})"
 
 
 def recognises(config: Mapping[str, object]) -> bool:
-    """Tell NeMo-RL's configs by their sections."""
+    """Return whether a config is NeMo-RL's, by its sections."""
     objective = "policy" in config and any(name in config for name in _OBJECTIVES)
     return objective or "loss_fn" in config or {"eval", "generation"} <= config.keys()
 
@@ -78,18 +78,18 @@ def _objective(root: Reader) -> tuple[str, str]:
 def clipped_pg(loss: Reader) -> Tree:
     """Make the options of our clipped_pg, without those that others disable."""
     read = {name: loss.get(name, ours=f"rl.loss.options.{name}") for name in _CLIPPED}
-    kept = {name: value for name, value in read.items() if name in loss.section}
+    present = {name: value for name, value in read.items() if name in loss.section}
 
     def drop(names: tuple[str, ...], why: str) -> None:
         for name in names:
-            if name in kept and kept[name] not in (_CLIPPED[name], None, False):
+            if name in present and present[name] not in (_CLIPPED[name], None, False):
                 loss.drop(name, why)
-            elif name in kept:
+            elif name in present:
                 loss.note(name, "no_effect", why=why)
-            kept.pop(name, None)
+            present.pop(name, None)
 
     def on(name: str) -> bool:
-        return bool(kept.get(name, _CLIPPED[name]))
+        return bool(present.get(name, _CLIPPED[name]))
 
     if on("force_on_policy_ratio"):
         drop(("disable_ppo_ratio",), "with force_on_policy_ratio")
@@ -106,11 +106,11 @@ def clipped_pg(loss: Reader) -> Tree:
         drop(
             tuple(_TIS + name for name in ("type", "ratio", "ratio_min")), "without use_importance_sampling_correction"
         )
-    elif kept.get(f"{_TIS}type") is None and kept.get(f"{_TIS}ratio") is not None:
-        kept[f"{_TIS}type"] = "tis"  # releases before 0.6
-    if kept.get(f"{_TIS}type") is None:
+    elif present.get(f"{_TIS}type") is None and present.get(f"{_TIS}ratio") is not None:
+        present[f"{_TIS}type"] = "tis"  # releases before 0.6
+    if present.get(f"{_TIS}type") is None:
         drop((f"{_TIS}ratio_min",), f"without {_TIS}type")
-    options = {name: value for name, value in kept.items() if value != _CLIPPED[name]}
+    options = {name: value for name, value in present.items() if value != _CLIPPED[name]}
     configure(ClippedPGLossConfig, options, loss.where)
     return options
 
@@ -138,8 +138,8 @@ def _rl(root: Reader, name: str) -> Tree:
     penalty = options.get("reference_policy_kl_penalty", _CLIPPED["reference_policy_kl_penalty"])
     rl["advantages"] = advantages
     if advantages["name"] == "gae":
-        ticks = rl.get("updates", 1)
-        rl["critic"] = _critic(root, run, ticks if isinstance(ticks, int) else 1)
+        updates_a_step = rl.get("updates", 1)
+        rl["critic"] = _critic(root, run, updates_a_step if isinstance(updates_a_step, int) else 1)
     run.note("ppo_epochs", "equal", why="one")
     if run.get("ppo_epochs", 1) != 1:
         run.leave("ppo_epochs", "the samples of a step are read once here")
@@ -181,7 +181,7 @@ def _overlong(shaping: Reader) -> Tree:
                 shaping.drop(key, "with stop_properly_penalty_coef")
         return {"overlong": {"name": "stop_properly", "coefficient": coefficient}}
     shaping.differ(
-        f"{shaping.where}: its penalty goes on growing beyond the longest response (bounded: false); ours stops"
+        f"{shaping.where}: its penalty keeps growing beyond the longest response (bounded: false); ours stops"
     )
     options["factor"] = 1.0 if options["factor"] is None else options["factor"]
     return {"overlong": {"name": "dapo", "bounded": False, **options}}
@@ -249,8 +249,8 @@ def _preference(root: Reader, name: str) -> Tree:
 def _distillation(root: Reader, name: str) -> Tree:
     """Make a top-k distillation on completions of the student."""
     loss, run = root.below("loss_fn"), root.below("distillation")
-    between = "gold_loss" in loss.section
-    if between:
+    between_tokenizers = "gold_loss" in loss.section
+    if between_tokenizers:
         root.leave(
             "loss_fn", "a loss between tokenizers; set one of this trainer, and a teacher of the student's tokenizer"
         )
@@ -271,10 +271,10 @@ def _distillation(root: Reader, name: str) -> Tree:
         run.note("num_prompts_per_step", "yours", "distillation.steps", why)
     teacher = root.below("teacher").get("model_name", ours="distillation.teacher")
     section: Tree = {
-        **({} if between else {"rows": "policy"}),
+        **({} if between_tokenizers else {"rows": "policy"}),
         **{key: size for key, size in sizes.items() if isinstance(size, int)},
     }
     section |= {"teacher": teacher} if isinstance(teacher, str) else {}
-    if between:
+    if between_tokenizers:
         return section | ({"loss": {"name": "distillation"}} if "top_k" in section else {})
     return section | {"loss": {"name": "distillation", "options": options}}

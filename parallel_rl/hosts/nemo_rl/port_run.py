@@ -160,7 +160,6 @@ def ranks_of(root: Reader) -> int:
 
 
 def _sharing(root: Reader, megatron: Reader, layout: Tree) -> Tree:
-    """Turn on sharing between data and context ranks, if there is more than one."""
     size = ranks = ranks_of(root)
     for name in ("tensor", "pipeline"):
         size //= number(layout.get(name, 1)) or 1  # type: ignore[assignment]
@@ -218,7 +217,6 @@ def run_of(root: Reader, name: str, objective: str) -> Tree:
 
 
 def steps_of(run: Reader, objective: str) -> Tree:
-    """Return the steps of the main section."""
     steps = run.get("max_num_steps", ours=f"{objective}.steps")
     if isinstance(steps, int) and steps > 0:
         epochs, ours = run.get("max_num_epochs"), f"{objective}.steps"
@@ -251,7 +249,7 @@ def _evaluation(run: Reader, logger: Reader, ours: Tree) -> bool:
 
 
 def _data(data: Reader, objective: str, held_out: bool) -> Tree:
-    """Take file paths; the user provides named data sets."""
+    """Carry file paths over; named data sets are left to the user."""
     files: Tree = {}
     records = _OF_DATA.get(objective, "data.train")
     data.note("dataset_name", "yours", records, "a file of JSONL or Parquet; see docs/data.md")

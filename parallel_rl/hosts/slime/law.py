@@ -21,12 +21,12 @@ _SLIME = {
 def slime(custom_loss: Callable[..., tuple], args: object = None, fields: tuple[str, ...] = ()) -> FunctionLoss:
     """Adapt a custom loss of slime: (args, batch, logits, sum_of_sample_mean) → (loss, metrics).
 
-    `logits` [1, T, V] are the rows of `batch`, one after the other, each a prompt of one token and a response of S − 1. `batch`
-    holds lists with an entry a row: unconcat_tokens [S], loss_masks [S − 1], total_lengths, response_lengths, and under slime's
-    names log_probs, rollout_log_probs, ref_log_probs, advantages, returns, values [S − 1] those of `fields`. A place without
-    loss is 0 everywhere, since slime multiplies by its masks. `sum_of_sample_mean` is Σ over rows of their means, or of their
-    sums where `args.calculate_per_token_loss`; slime divides that by the step's rows, or tokens, after the call, and multiplies
-    by the micro-batches, data and context ranks that Megatron divides by: the first is done here, the others cancel.
+    `logits` [1, T, V] are the rows of `batch` in sequence, each a prompt of one token and a response of S − 1. `batch` holds
+    lists with an entry per row: unconcat_tokens [S], loss_masks [S − 1], total_lengths, response_lengths, and of `fields` by
+    slime's names log_probs, rollout_log_probs, ref_log_probs, advantages, returns, values [S − 1]. Places without loss are 0
+    everywhere, since slime multiplies by its masks. `sum_of_sample_mean` sums the rows' means, or with
+    `args.calculate_per_token_loss` their sums. slime divides this by the step's rows, or tokens, after the call, as here; the
+    factors of micro-batches, data and context ranks that slime multiplies and Megatron divides by cancel.
 
     >>> def loss(args, batch, logits, sum_of_sample_mean):
     ...     rows = [z.log_softmax(-1)[:-1].gather(-1, y[1:, None])[:, 0]
@@ -36,14 +36,13 @@ def slime(custom_loss: Callable[..., tuple], args: object = None, fields: tuple[
     'loss'
 
     Args:
-        custom_loss: the function.
-        args: slime's arguments that it reads; rollout_temperature is 1 and calculate_per_token_loss False unless they say so.
+        args: slime's arguments that it reads; by default rollout_temperature is 1 and calculate_per_token_loss False.
         fields: of the data that it reads, by our names: "advantages", "prev_logprobs", ...
     """
     settings = SimpleNamespace(
         **{"rollout_temperature": 1.0, "calculate_per_token_loss": False, **vars(args or SimpleNamespace())}
     )
-    whole = settings.calculate_per_token_loss
+    per_token = settings.calculate_per_token_loss
 
     def run(
         logits: Tensor, data: Mapping[str, Tensor], seqs: Tensor, toks: Tensor
@@ -65,11 +64,11 @@ def slime(custom_loss: Callable[..., tuple], args: object = None, fields: tuple[
             sums = torch.stack(
                 [(row * row_mask).sum() for row, row_mask in zip(x.split(width - 1), masks, strict=True)]
             )
-            return sums.sum() if whole else (sums / mask.sum(1).clamp(min=1)).sum()
+            return sums.sum() if per_token else (sums / mask.sum(1).clamp(min=1)).sum()
 
         packed = torch.where(scored[..., None], logits, 0).flatten(0, 1)[None]
         loss, metrics = custom_loss(settings, batch, packed, sum_of_sample_mean)
-        count = toks if whole else seqs
+        count = toks if per_token else seqs
         return loss / count, {name: value / count for name, value in metrics.items()}
 
     return named(custom_loss, run, fields)
@@ -77,6 +76,6 @@ def slime(custom_loss: Callable[..., tuple], args: object = None, fields: tuple[
 
 def through(loss_fn: LossFn) -> FunctionLoss:
     """Run a loss of this library in the framework's call, as a subject of the law."""
-    whole = not isinstance(loss_fn, PolicyLoss) or loss_fn.policy.aggregation == "token-mean"
-    args = SimpleNamespace(calculate_per_token_loss=whole)
+    per_token = not isinstance(loss_fn, PolicyLoss) or loss_fn.policy.aggregation == "token-mean"
+    args = SimpleNamespace(calculate_per_token_loss=per_token)
     return slime(custom_loss(loss_fn), args, loss_fn.requirements.names)

@@ -2,7 +2,7 @@
 
 slime's hidden factor: after the call it divides the sum of the samples' means by the step's samples (with
 calculate_per_token_loss the sum over tokens by the step's tokens), and undoes Megatron's averages. Its call has no count of
-the step, so the loss gets 1 for both. Log-probs and fields are of responses, already cut zigzag over context ranks.
+the step, so the loss gets 1 for both. Log-probs and fields are of responses, cut zigzag over context ranks.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _SETTINGS = (
     Setting("eps_clip_high", 0.2, ("clip_high", "high")),
     Setting("eps_clip_c", None, ("dual_clip", "ratio_max")),
 )
-# options of a policy loss beside its surrogate
+# options of a policy loss outside its surrogate
 _OPTIONS = (
     Setting("kl_loss_coef", 0.0, ("kl.coefficient",)),
     Setting("kl_loss_type", "k1", ("kl.estimator",)),
@@ -47,7 +47,7 @@ _OPTIONS = (
     Setting("use_opsm", False, ("off_policy_mask",)),
     Setting("opsm_delta", 1e-4, ("off_policy_mask.delta",)),
 )
-# functions that slime's own policy loss alone calls
+# functions that only slime's own policy loss calls
 _FUNCTIONS = ("custom_tis_function_path", "custom_pg_loss_reducer_function_path")
 _NAMES = {
     "advantages": "advantages", "prev_logprobs": "log_probs", "generation_logprobs": "rollout_log_probs",
@@ -57,7 +57,7 @@ _NAMES = {
 
 @dataclass(frozen=True)
 class _Piece:
-    """Predictors of a sample that lie together on a rank: first row, positions, place in the response."""
+    """Neighbouring predictors of a sample on a rank: first row, positions, place in the response."""
 
     row: int
     positions: range
@@ -90,8 +90,7 @@ def custom_loss(loss_fn: LossFn, groups: ParallelGroups | None = None) -> Loss:
     2.7726
 
     Args:
-        loss_fn: with vocab_size if the vocabulary is padded.
-        groups: tensor and context ranks; None: Megatron's, if initialized.
+        loss_fn: with vocab_size if the vocabulary is padded. groups: tensor and context ranks; None: Megatron's.
 
     Raises:
         ValueError: a loss that slime cannot feed. In a call: eps_clip, eps_clip_high, eps_clip_c, kl_loss_coef, kl_loss_type,
@@ -113,20 +112,20 @@ def custom_loss(loss_fn: LossFn, groups: ParallelGroups | None = None) -> Loss:
         _check(args, batch, unit, loss_name)
         _check_options(args, loss_fn)
         shared = None if unit == "tokens" else _shared_denominators(batch)
-        at = _megatron() if groups is None else groups
-        pieces, rows = _cut(batch, at.cp_rank, at.cp_size)
+        ranks = _megatron() if groups is None else groups
+        pieces, rows = _cut(batch, ranks.cp_rank, ranks.cp_size)
 
         def read() -> tuple[Tensor, Tensor, VocabShard]:
             if logits.dim() != 3 or len(logits) != 1 or logits.shape[1] < rows:
                 got = list(logits.shape)
                 raise ValueError(f"logits must be [1, T, V/tp] with T ≥ {rows} for total_lengths, got {got}")
             targets, keep = _targets(batch, pieces, logits[0])
-            shard = loss_fn.options.shard(logits.shape[-1], at.tensor, entropy=needs.entropy)
+            shard = loss_fn.options.shard(logits.shape[-1], ranks.tensor, entropy=needs.entropy)
             check_targets(targets, shard.vocab_size, ignore_index=None)
             return targets, keep, shard
 
         # context ranks look at different tokens
-        targets, keep, shard = raise_on_all_ranks(read, [at.tensor, at.context], logits)
+        targets, keep, shard = raise_on_all_ranks(read, [ranks.tensor, ranks.context], logits)
         temperature = getattr(args, "rollout_temperature", 1.0)
         stats = stats_of_shard(logits[0], targets, keep, replace(shard, temperature=temperature))
 
@@ -144,12 +143,12 @@ def custom_loss(loss_fn: LossFn, groups: ParallelGroups | None = None) -> Loss:
             if not values:
                 raise ValueError(f"batch has no {theirs!r}, which {loss_name} reads as {name}")
             data[name] = values
-        one = torch.ones((), device=logits.device)
+        count = torch.ones((), device=logits.device)
         entropy = None if stats.entropy is None else split(stats.entropy)
 
-        def of(fn: LossFn, statistics: Statistics | None = None) -> tuple[Tensor, Metrics]:
+        def computed(fn: LossFn, statistics: Statistics | None = None) -> tuple[Tensor, Metrics]:
             return fn.from_logprobs(
-                logprobs, data=data, global_valid_seqs=one, global_valid_toks=one, context_parallel_group=at.context,
+                logprobs, data=data, global_valid_seqs=count, global_valid_toks=count, context_parallel_group=ranks.context,
                 entropy=entropy, statistics=statistics,
             )  # fmt: skip
 
@@ -162,23 +161,23 @@ def custom_loss(loss_fn: LossFn, groups: ParallelGroups | None = None) -> Loss:
                 )
             data["token_weights"] = [torch.ones_like(x) / n for x, n in zip(logprobs, shared, strict=True)]
             statistics = of_rollouts.collect_from_logprobs(
-                logprobs, data=data, global_valid_seqs=one, global_valid_toks=one, context_parallel_group=at.context,
+                logprobs, data=data, global_valid_seqs=count, global_valid_toks=count, context_parallel_group=ranks.context,
                 entropy=entropy,
             )  # fmt: skip
-            loss, _ = of(of_rollouts, statistics.reduce())
+            loss, _ = computed(of_rollouts, statistics.reduce())
             return loss, {"loss": loss.detach()}
-        loss, metrics = of(loss_fn)
+        loss, metrics = computed(loss_fn)
         return loss, {name: metrics[name] for name, per in metrics.divided_by.items() if name == "loss" or per == unit}
 
     return call
 
 
 def _check(args: object, batch: Mapping[str, Any], unit: str, name: str) -> None:
-    whole = bool(getattr(args, "calculate_per_token_loss", False))
-    if unit != ("tokens" if whole else "sequences"):
+    per_token = bool(getattr(args, "calculate_per_token_loss", False))
+    if unit != ("tokens" if per_token else "sequences"):
         raise ValueError(
-            f"{name} is divided by {unit}, slime with calculate_per_token_loss = {whole} divides by "
-            f"{'tokens' if whole else 'samples'}: set aggregation, or calculate_per_token_loss"
+            f"{name} is divided by {unit}, slime with calculate_per_token_loss = {per_token} divides by "
+            f"{'tokens' if per_token else 'samples'}: set aggregation, or calculate_per_token_loss"
         )
     if getattr(args, "allgather_cp", False):
         raise ValueError("allgather_cp cuts the whole row over context ranks; supported is the zigzag of each sample")
@@ -187,7 +186,7 @@ def _check(args: object, batch: Mapping[str, Any], unit: str, name: str) -> None
 
 
 def _check_options(args: object, loss_fn: LossFn) -> None:
-    """Refuse options of slime's policy loss that its user set and this loss has otherwise."""
+    """Refuse slime's options that the user set and that differ from this loss's."""
     if not isinstance(loss_fn, PolicyLoss):
         return
     check_settings("slime", loss_fn, args, _SETTINGS)
@@ -233,12 +232,12 @@ def _of_rollouts(loss_fn: LossFn) -> LossFn | None:
 
 def _megatron() -> ParallelGroups:
     state = sys.modules.get("megatron.core.parallel_state")  # if not imported, there are no groups
-    there = state is not None and state.model_parallel_is_initialized()
-    return ParallelGroups.from_megatron() if there else ParallelGroups()
+    initialized = state is not None and state.model_parallel_is_initialized()
+    return ParallelGroups.from_megatron() if initialized else ParallelGroups()
 
 
 def _cut(batch: Mapping[str, Any], rank: int, ranks: int) -> tuple[list[list[_Piece]], int]:
-    """Find each sample's _Pieces that predict its response on this rank; count all rows of logits."""
+    """List each sample's _Pieces that predict its response on this rank; count all rows of logits."""
     pieces: list[list[_Piece]] = []
     row = 0
     for total, response in zip(batch["total_lengths"], batch["response_lengths"], strict=True):
@@ -253,7 +252,7 @@ def _cut(batch: Mapping[str, Any], rank: int, ranks: int) -> tuple[list[list[_Pi
 
 
 def _masks(batch: Mapping[str, Any], pieces: Sequence[list[_Piece]]) -> list[Tensor]:
-    """Cut the masks of responses as their log-probs are; ValueError for a mask of another length."""
+    """Cut responses' masks as their log-probs; ValueError for another length."""
     for index, (mask, length) in enumerate(zip(batch["loss_masks"], batch["response_lengths"], strict=True)):
         if len(mask) != length:
             raise ValueError(

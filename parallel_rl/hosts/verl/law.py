@@ -19,8 +19,8 @@ _VERL = {"constant-length": "seq-mean-token-sum-norm"}
 def verl(policy_loss: Callable[..., tuple], config: object = None, loss_agg_mode: str = "token-mean") -> FunctionLoss:
     """Adapt a verl policy loss: (old_log_prob, log_prob, advantages, response_mask, ...) → (loss, ...).
 
-    `config.global_batch_info` is filled in as verl's workers do it: dp_size 1, batch_num_tokens and global_batch_size of the
-    whole step. verl multiplies by the data ranks' number and DDP divides by it; both are left out here.
+    `config.global_batch_info` is filled in as by verl's workers: dp_size 1, batch_num_tokens and global_batch_size of the whole
+    step. The factor that verl multiplies and DDP divides by, the number of data ranks, is left out.
 
     >>> def loss(old, new, advantages, mask, mode, config):
     ...     return -(advantages * new * mask).sum() / config.global_batch_info["batch_num_tokens"], 0.0

@@ -53,10 +53,7 @@ def register(*recipes: str) -> list[str]:
         verl.register("dapo", "gspo")
 
     and in verl's config `actor.policy_loss.loss_mode: parallel_rl:dapo`. KL and entropy bonus are left to verl's use_kl_loss
-    and entropy_coeff.
-
-    Raises:
-        ValueError: an unknown recipe, one that verl cannot feed; no verl with a registry of policy losses.
+    and entropy_coeff. ValueError for an unknown recipe, a loss that verl cannot feed, or a missing registry.
     """
     try:
         host = importlib.import_module("verl.trainer.ppo.core_algos").register_policy_loss
@@ -185,13 +182,13 @@ def _check_aggregation(loss_fn: LossFn, unit: str | None, mode: str, length: flo
 
 def _local_means(metrics: Metrics, info: Mapping[str, int], mask: Tensor) -> Metrics:
     """Turn metrics into means over this micro-batch, which verl averages over micro-batches."""
-    here = {"tokens": mask.sum().clamp(min=1), "sequences": torch.tensor(len(mask))}
-    step = {"tokens": info["batch_num_tokens"], "sequences": info["global_batch_size"]}
-    shares = {}
+    local_counts = {"tokens": mask.sum().clamp(min=1), "sequences": torch.tensor(len(mask))}
+    step_counts = {"tokens": info["batch_num_tokens"], "sequences": info["global_batch_size"]}
+    means = {}
     for name in metrics:
         part, per = metrics.parts(name), metrics.divided_by[name]
-        if part.kind == "share" and per in here:
-            shares[f"actor/{name}"] = Metric("share", metrics[name] * step[per] / here[per])
+        if part.kind == "share" and per in local_counts:
+            means[f"actor/{name}"] = Metric("share", metrics[name] * step_counts[per] / local_counts[per])
         elif part.denominator is not None:
-            shares[f"actor/{name}"] = Metric("share", metrics[name])
-    return Metrics(shares)
+            means[f"actor/{name}"] = Metric("share", metrics[name])
+    return Metrics(means)

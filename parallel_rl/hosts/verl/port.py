@@ -28,7 +28,7 @@ SECTIONS = "verl (actor_rollout_ref)"
 
 
 def recognises(config: Mapping[str, object]) -> bool:
-    """Tell verl's configs by their sections."""
+    """Return whether a config is verl's, by its sections."""
     return "actor_rollout_ref" in config
 
 
@@ -163,11 +163,11 @@ def _loss(actor: Reader, data: Reader, bypassed: bool) -> Tree:
         )
     elif mode == "clip_cov":
         names = {"fraction": "clip_cov_ratio", "low": "clip_cov_lb", "high": "clip_cov_ub"}
-        options["surrogate"] = {"name": "clip_cov", **bounds, **_given(policy, names, ours)}
+        options["surrogate"] = {"name": "clip_cov", **bounds, **_options_of(policy, names, ours)}
     elif mode == "kl_cov":
         options["surrogate"] = {
             "name": "kl_cov",
-            **_given(policy, {"fraction": "kl_cov_ratio", "coefficient": "ppo_kl_coef"}, ours),
+            **_options_of(policy, {"fraction": "kl_cov_ratio", "coefficient": "ppo_kl_coef"}, ours),
         }
     elif mode in ("dppo_tv", "dppo_kl"):
         divergence = "tv" if mode == "dppo_tv" else "binary_kl"
@@ -255,7 +255,6 @@ def _entropy_and_kl(actor: Reader) -> Tree:
 
 
 def _correction(section: Reader, options: Tree, bypassed: bool) -> None:
-    """Read rollout_is and rollout_rs of verl's rollout correction."""
     ours, rules = "rl.loss.options.importance", "rl.loss.options.rejection.rules"
     section.note("rollout_rs_threshold", "yours" if section.get("rollout_rs") else "no_effect", rules, "of rollout_rs")
     if section.get("rollout_rs") and bypassed:
@@ -310,7 +309,6 @@ def _critic(critic: Reader, actor: Reader, data: Reader) -> Tree:
     return {"loss": {"name": "value", "options": {"cliprange": clip, **averaged}}}
 
 
-def _given(section: Reader, names: Mapping[str, str], where: str) -> Tree:
-    """Return our options for the keys present."""
+def _options_of(section: Reader, names: Mapping[str, str], where: str) -> Tree:
     read = {key: section.get(theirs, ours=f"{where}.{key}") for key, theirs in names.items()}
     return {key: value for key, value in read.items() if value is not None}

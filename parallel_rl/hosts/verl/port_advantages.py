@@ -77,7 +77,6 @@ def weigh_baseline(advantages: Tree, weights: object, algorithm: Reader) -> None
 
 
 def dynamic_sampling(algorithm: Reader) -> Tree:
-    """Read DAPO's dynamic sampling, verl's filter_groups."""
     filters = algorithm.below("filter_groups")
     on = filters.flag("enable", "rl.dynamic_sampling")
     rounds = filters.get("max_num_gen_batches", 0, "rl.dynamic_sampling.max_rounds")
@@ -111,12 +110,11 @@ def overlong(root: Reader) -> Tree:
             section.off(f"with the reward manager {manager!r}, which has no such penalty")
         elif not tree:
             tree = {"overlong": {"name": "dapo", "bounded": False, "max_length": most, **values}}
-            section.differ(f"{section.where}: its penalty goes on growing beyond the longest response (bounded: false)")
+            section.differ(f"{section.where}: its penalty keeps growing beyond the longest response (bounded: false)")
     return tree
 
 
 def _reward_manager(root: Reader) -> object:
-    """Find the reward manager's name, at its place in each release."""
     owners = [root.below("reward_model"), root.below("reward"), root]
     values = [owner.section.get("reward_manager") for owner in owners]
     names = [value.get("name") if isinstance(value, Mapping) else value for value in values]
@@ -129,7 +127,7 @@ def kl_in_reward(algorithm: Reader, advantages: Tree) -> Tree:
     coefficient = control.get("kl_coef", 0.001, "rl.advantages.kl_coefficient")
     adaptive = control.get("type", "fixed", "rl.kl_controller") == "adaptive"
     target = "rl.kl_controller"
-    led = {
+    controller = {
         "target": control.get("target_kl", 0.1, f"{target}.target"),
         "horizon": control.get("horizon", 10000, f"{target}.horizon"),
     }
@@ -159,4 +157,4 @@ def kl_in_reward(algorithm: Reader, advantages: Tree) -> Tree:
             "use_kl_in_reward: the samples of a group are compared with their whole KL taken off; here each token pays for "
             "its own and all that follow"
         )
-    return {"reward_kl": estimator, **({"kl_controller": led} if adaptive else {})}
+    return {"reward_kl": estimator, **({"kl_controller": controller} if adaptive else {})}

@@ -11,7 +11,6 @@ _NO_STEPS = "epochs × records / rl.prompts, if no number of steps is given"
 
 
 def run_of(root: Reader) -> Tree:
-    """Make all sections except rl."""
     joint, data = root.below("actor_rollout_ref"), root.below("data")
     actor, model, trainer = joint.below("actor"), joint.below("model"), root.below("trainer")
     megatron, fsdp = actor.below("megatron"), actor.below("fsdp_config")
@@ -58,7 +57,7 @@ def run_of(root: Reader) -> Tree:
 
 
 def _context(actor: Reader, fsdp: Reader) -> object:
-    """Return the size of Ulysses' sequence parallelism; above 1 the actor's older key wins."""
+    """Return the size of Ulysses' sequence parallelism; the actor's older key wins above 1."""
     key, ours = "ulysses_sequence_parallel_size", "parallel.context"
     older, size = actor.get(key, 1, ours), fsdp.get(key, 1, ours)
     if older in (None, 1):
@@ -74,19 +73,21 @@ def _model(model: Reader, megatron: Reader, by_megatron: bool) -> Tree:
         tree["hf"] = model.get("path")
         model.note("path", "carried", "model.hf", "a folder with the weights, which you download beforehand")
     section = megatron.below("override_transformer_config")
-    again = {name: section.get(f"recompute_{name}", ours=f"model.recompute.{name}") for name in sorted(_RECOMPUTE)}
+    recompute = {name: section.get(f"recompute_{name}", ours=f"model.recompute.{name}") for name in sorted(_RECOMPUTE)}
     if model.flag("enable_gradient_checkpointing", "model.recompute") and not by_megatron:
         tree["recompute"] = {"granularity": "full"}
     if by_megatron:
         model.note("enable_gradient_checkpointing", "no_effect", why="with strategy = 'megatron'")
-    if again["granularity"] is None:
+    if recompute["granularity"] is None:
         for name in _RECOMPUTE - {"granularity"}:
             section.note(f"recompute_{name}", "no_effect", why="without recompute_granularity")
     elif by_megatron:
-        others = ("method", "num_layers") if again["granularity"] == "full" else ("modules",)
+        others = ("method", "num_layers") if recompute["granularity"] == "full" else ("modules",)
         for name in _RECOMPUTE - {"granularity", *others}:
-            section.note(f"recompute_{name}", "no_effect", why=f"with recompute_granularity = {again['granularity']!r}")
-        tree["recompute"] = {name: again[name] for name in ("granularity", *others) if again[name] is not None}
+            section.note(
+                f"recompute_{name}", "no_effect", why=f"with recompute_granularity = {recompute['granularity']!r}"
+            )
+        tree["recompute"] = {name: recompute[name] for name in ("granularity", *others) if recompute[name] is not None}
     if model.flag("use_fused_kernels", "model.fused_head"):
         tree["fused_head"] = True
     coefficient, kind = section.get("moe_aux_loss_coeff", 0), section.get("moe_router_load_balancing_type")
@@ -171,7 +172,6 @@ def _sharing(trainer: Reader, megatron: Reader, layout: Tree) -> Tree:
 
 
 def steps_of(trainer: Reader) -> Tree:
-    """Return the steps of the section rl."""
     steps = trainer.get("total_training_steps", ours="rl.steps")
     trainer.note("total_epochs", "no_effect" if isinstance(steps, int) else "yours", "rl.steps", _NO_STEPS)
     if not isinstance(steps, int):
@@ -249,14 +249,14 @@ def _run(trainer: Reader) -> Tree:
         trainer.get("default_local_dir", ours="run.dir"),
         trainer.get("save_freq", ours="run.checkpoint_every"),
     )
-    kept, resume = trainer.get("max_actor_ckpt_to_keep"), trainer.get("resume_mode", "auto", "run.resume")
+    keep, resume = trainer.get("max_actor_ckpt_to_keep"), trainer.get("resume_mode", "auto", "run.resume")
     if isinstance(folder, str):
         tree["dir"] = folder
     if isinstance(every, int) and every > 0:
         tree["checkpoint_every"] = every
     trainer.note("max_actor_ckpt_to_keep", "yours", "run.keep_checkpoints", "all of them there, the newest two here")
-    if isinstance(kept, int):
-        tree["keep_checkpoints"] = kept
+    if isinstance(keep, int):
+        tree["keep_checkpoints"] = keep
         trainer.note("max_actor_ckpt_to_keep", "carried", "run.keep_checkpoints")
     if resume == "disable":
         tree["resume"] = "never"

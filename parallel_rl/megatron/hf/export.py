@@ -44,13 +44,10 @@ _ABSENT = {
 
 
 def describe_model(model: torch.nn.Module) -> HFModel:
-    """Describe a model: as the folder that it was built from, else by its family.
+    """Describe a model: as the folder that it was built from, else by its family, else ValueError.
 
     >>> describe_model(model).architecture.family
     'llama'
-
-    Raises:
-        ValueError: a model of no family; names the reason.
     """
     bare = unwrap(model)
     known: HFModel | None = getattr(bare, "hf", None)
@@ -117,18 +114,14 @@ Models = torch.nn.Module | Sequence[torch.nn.Module]
 
 @dataclass(frozen=True)
 class Held:
-    """A parameter of this rank, under its local-layer name in the whole model.
-
-    Attributes:
-        experts: a layer's experts per expert rank, for a parameter of an expert; else 0.
-    """
+    """A parameter of this rank by its local-layer name; `experts`: of its layer, per expert rank, or 0."""
 
     name: str
     parameter: Parameter
     experts: int = 0
 
     def on(self, owner: int, rank: int) -> str:
-        """Return the name of the parameter on expert rank `owner` at the place of this one on `rank`."""
+        """Return the name of the parameter in this place on expert rank `owner`; this one is on `rank`."""
         return shift_expert(self.name, (owner - rank) * self.experts)
 
 
@@ -136,35 +129,33 @@ def export_tensors(model: Models) -> Iterator[tuple[str, Tensor]]:
     """Iterate over (Hugging Face name, whole tensor) of the whole model, alike on every rank of the world.
 
     No rank holds more than one whole parameter. A tensor may be the model's memory: use or copy it before training continues.
-    All ranks iterate to the end. Suits an engine's weight transfer (vLLM's `WeightSource`).
+    All ranks iterate to the end. Suits an engine's weight transfer (vLLM's `WeightSource`). ValueError for a model of no HF
+    family.
 
     >>> [name for name, _ in export_tensors(model)][:3]
     ['model.embed_tokens.weight', 'model.layers.0.input_layernorm.weight', 'model.layers.0.self_attn.o_proj.weight']
 
     Args:
         model: a model, wrapped or not, or the chunks of this rank.
-
-    Raises:
-        ValueError: a model that is none of Hugging Face's families.
     """
     held, sources = held_parameters(model)
     gather_parameters(model)
     group = parallel_state.get_pipeline_model_parallel_group()
     experts = parallel_state.get_expert_model_parallel_group()
     steps = [
-        (owner, one, one.on(owner, experts.rank()))
-        for one in held
-        for owner in (range(experts.size()) if one.experts else [experts.rank()])
+        (owner, entry, entry.on(owner, experts.rank()))
+        for entry in held
+        for owner in (range(experts.size()) if entry.experts else [experts.rank()])
     ]
-    listing = [(name, one.parameter.dtype) for _, one, name in steps]
+    listing = [(name, entry.parameter.dtype) for _, entry, name in steps]
     stages = [listing] * group.size()
     if group.size() > 1:
         dist.all_gather_object(stages, listing, group=group)
     for stage, names in enumerate(stages):
         for index, (name, dtype) in enumerate(names):
             if stage == group.rank():
-                owner, one, _ = steps[index]
-                parts = split(sources[name], _whole(one, owner, experts))
+                owner, entry, _ = steps[index]
+                parts = split(sources[name], _whole(entry, owner, experts))
             else:
                 device, shapes = held[0].parameter.device, sources[name].shapes()
                 parts = {part: torch.empty(shape, dtype=dtype, device=device) for part, shape in shapes.items()}
@@ -204,10 +195,10 @@ def split(source: Source, whole: Tensor) -> dict[str, Tensor]:
     return parts
 
 
-def _whole(one: Held, owner: int, experts: ProcessGroup) -> Tensor:
-    """Return a whole parameter, or the one in its place on expert rank `owner`."""
-    parameter = one.parameter
-    if not one.experts:
+def _whole(entry: Held, owner: int, experts: ProcessGroup) -> Tensor:
+    """Return a whole parameter, or its counterpart on expert rank `owner`."""
+    parameter = entry.parameter
+    if not entry.experts:
         return whole_tensor(parameter)
     here = owner == experts.rank()
     whole = whole_tensor(parameter) if here else parameter.new_empty(cut_of(parameter).shape)

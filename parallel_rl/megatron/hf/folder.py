@@ -29,7 +29,6 @@ class Folder:
 
 
 def require_safetensors() -> None:
-    """Raise ValueError if the package safetensors is not installed."""
     if importlib.util.find_spec("safetensors") is None:
         raise ValueError(
             "weights are read and written with safetensors, which is not installed: pip install safetensors"
@@ -39,9 +38,8 @@ def require_safetensors() -> None:
 def read_folder(path: Path) -> Folder:
     """Read the headers of a folder's safetensors files.
 
-    Raises:
-        ValueError: no weights, or only pickled ones; an index that names a missing or outside file, or misplaces a tensor; a
-            truncated file; a dtype that is no float.
+    ValueError for missing or only pickled weights, an index that names a missing or outside file or misplaces a tensor, a
+    truncated file, or a dtype that is no float.
     """
     require_safetensors()
     placed, names = _placed(path)
@@ -90,11 +88,7 @@ def _placed(path: Path) -> tuple[dict[str, str], list[str]]:
 
 
 def check_names(folder: Folder, expected: Mapping[str, tuple[int, ...]], ignored: tuple[str, ...] = ()) -> None:
-    """Raise ValueError for tensors that are missing, unexpected or of another shape; names the first few.
-
-    Args:
-        ignored: endings of names that may be there and are not read.
-    """
+    """Refuse missing, reshaped or unexpected tensors (`ignored`: allowed endings); name the first few."""
     missing = [name for name in expected if name not in folder.shapes]
     unread = [name for name in folder.shapes if name not in expected and not name.endswith(ignored or (" ",))]
     for names, what in ((missing, "lacks"), (unread, "holds tensors that this model would not read:")):
@@ -127,15 +121,14 @@ class Reader:
         self._stack.close()
 
     def header(self, file: str) -> list[tuple[str, tuple[int, ...], str]]:
-        """Return name, shape and dtype of each tensor of a file."""
         opened = self._file(file)
         slices = [(name, opened.get_slice(name)) for name in opened.keys()]  # noqa: SIM118 it is not a mapping
-        return [(name, tuple(one.get_shape()), one.get_dtype()) for name, one in slices]
+        return [(name, tuple(part.get_shape()), part.get_dtype()) for name, part in slices]
 
     def rows(self, file: str, name: str, start: int, stop: int, columns: tuple[int, int] | None = None) -> Tensor:
         """Read only rows [start, stop) of a tensor, or their [start, stop) columns."""
-        one = self._file(file).get_slice(name)
-        part: Tensor = one[start:stop] if columns is None else one[start:stop, columns[0] : columns[1]]
+        tensor = self._file(file).get_slice(name)
+        part: Tensor = tensor[start:stop] if columns is None else tensor[start:stop, columns[0] : columns[1]]
         return part
 
     def _file(self, name: str):  # type: ignore[no-untyped-def]  # safetensors has no type for it

@@ -36,15 +36,14 @@ def load_hf(
 ) -> list[GPTModel]:
     """Load config.json and safetensors into this rank's part of a model: a list of its model chunks.
 
-    Every rank of the world calls it and reads only its own rows. Families: llama (with 3.1's rotary positions), mistral,
-    qwen2, qwen3, qwen3_moe.
+    Every rank of the world calls it and reads only its own rows. Families: llama (with 3.1's rotary positions), mistral, qwen2,
+    qwen3, qwen3_moe.
 
     Args:
         folder: as transformers writes it. Links are followed, pickles never opened.
         dtype: of the parameters, for any dtype of the files.
-        sequence_parallel: see `build_config`.
-        scalar_head: one output a position in place of logits: the folder's `score.weight` if there is one, else zeros.
-        vocab_multiple: see `build_model`.
+        sequence_parallel: see `build_config`. vocab_multiple: see `build_model`.
+        scalar_head: one output per position in place of logits: the folder's `score.weight` if there is one, else zeros.
         overrides: further fields of TransformerConfig by name (recompute_granularity, moe_aux_loss_coeff, ...).
         prefix_trees: see `build_model`.
 
@@ -96,7 +95,7 @@ def build_hf(
     overrides: Mapping[str, object] | None = None,
     prefix_trees: bool = False,
 ) -> list[GPTModel]:
-    """Build this rank's part of a model without drawing its weights, for a later load."""
+    """Build this rank's part of a model without initial weights, for a later load."""
     sizes = described.architecture
     chunks = parallel_state.get_virtual_pipeline_model_parallel_world_size()
     config = build_config(
@@ -136,7 +135,6 @@ def build_hf(
 
 
 def _read(path: Path, scalar_head: bool) -> tuple[HFModel, Folder]:
-    """Read and compare config.json and the headers of the weights."""
     described, folder = read_hf(path), read_folder(path)
     sources = table(described.architecture, scalar_head=scalar_head)
     expected = {name: shape for source in sources.values() for name, shape in source.shapes().items()}
@@ -174,20 +172,20 @@ def _fill(models: Sequence[GPTModel], folder: Folder) -> None:
 
 
 def _check_alike(models: Sequence[GPTModel], folder: str | Path) -> None:
-    """Compare the weights of ranks that hold the same ones: each may have read its node's own disk."""
+    """Compare weights over the ranks that hold the same ones, since each node may read another disk."""
     sums = {False: 0, True: 0}  # sums of bytes: of experts (True), of the rest
     for name, parameter in global_parameters(models):
         sums[".experts." in name] += int(parameter.detach().contiguous().view(torch.uint8).sum(dtype=torch.int64))
     dense = parallel_state.get_data_parallel_group(with_context_parallel=True)
     groups = {False: dense, True: parallel_state.get_expert_data_parallel_group()}
-    differ = False
+    differs = False
     for experts, group in groups.items():
         device = communication_device(group, torch.device("cpu"))
         most, least = (max_over_ranks(sign * sums[experts], group, device) for sign in (1, -1))
-        differ |= most != -least
+        differs |= most != -least
 
     def compare() -> None:
-        if differ:
+        if differs:
             raise ValueError(
                 f"{folder} does not hold the same weights on all nodes: data ranks would train different models"
             )
@@ -199,15 +197,15 @@ def read_parameter(reader: Reader, folder: Folder, source: Source, parameter: Pa
     """Fill this rank's part of a parameter from the files, row by row; vocabulary padding is zero."""
     cut = cut_of(parameter)
     columns = cut.ranges()[0] if cut.dim == 1 else None
-    at = 0
+    place = 0
     for start, stop in cut.ranges() if cut.dim == 0 else [(0, cut.shape[0])]:
-        filled = at
+        filled = place
         for row, piece in source.within(start, stop):
             rows = reader.rows(folder.files[piece.name], piece.name, piece.start, piece.stop, columns)
-            parameter[at + row - start :][: len(rows)].copy_(rows)
-            filled = at + row - start + len(rows)
-        at += stop - start
-        parameter[filled:at].zero_()
+            parameter[place + row - start :][: len(rows)].copy_(rows)
+            filled = place + row - start + len(rows)
+        place += stop - start
+        parameter[filled:place].zero_()
 
 
 def _check_tied(reader: Reader, folder: Folder, source: Source, parameter: Parameter) -> None:

@@ -63,8 +63,8 @@ def save_hf(
     partial_folder = on_first_rank(partial(_begin, out), f"{out} cannot be written")
     try:
         files = _share_out(_written_here(held), sources, max_file_bytes)
-        mine = files[dist.get_rank()]
-        error = _write(partial_folder, held, sources, mine)
+        files_here = files[dist.get_rank()]
+        error = _write(partial_folder, held, sources, files_here)
         raise_on_all_ranks(partial(_raise, error), what=f"{out} could not be written")
         chunk = unwrap(model if isinstance(model, torch.nn.Module) else model[0])
         config = {**(entries or {}), **_config(chunk)}
@@ -93,29 +93,29 @@ def _begin(out: Path) -> Path:
 
 
 def _written_here(held: Sequence[Held]) -> list[Held]:
-    """List the parameters that this rank writes: one rank of those that hold the same."""
+    """List the parameters that this rank writes, one of the ranks that hold them."""
     dense = parallel_state.get_tensor_model_parallel_rank() == 0
     dense &= parallel_state.get_data_parallel_rank(with_context_parallel=True) == 0
     expert = parallel_state.get_expert_tensor_parallel_rank() == parallel_state.get_expert_data_parallel_rank() == 0
-    return [one for one in held if (expert if one.experts else dense)]
+    return [entry for entry in held if (expert if entry.experts else dense)]
 
 
 def _share_out(held: Sequence[Held], sources: Mapping[str, Source], limit: int) -> list[list[_File]]:
     """Plan the files of every rank, numbered over the whole model."""
-    mine: list[list[str]] = []
+    names_of_rank: list[list[str]] = []
     size = limit
-    for one in held:
-        width = sum(torch.Size(shape).numel() for shape in sources[one.name].shapes().values())
-        width *= one.parameter.element_size()
+    for entry in held:
+        width = sum(torch.Size(shape).numel() for shape in sources[entry.name].shapes().values())
+        width *= entry.parameter.element_size()
         if size + width > limit:
-            mine.append([])
+            names_of_rank.append([])
             size = 0
-        mine[-1].append(one.name)
+        names_of_rank[-1].append(entry.name)
         size += width
-    everyone = gather_results(lambda: mine)
-    count, number = sum(map(len, everyone)), 0
+    of_ranks = gather_results(lambda: names_of_rank)
+    count, number = sum(map(len, of_ranks)), 0
     files: list[list[_File]] = []
-    for parts in everyone:
+    for parts in of_ranks:
         files.append([])
         for names in parts:
             number += 1
@@ -127,20 +127,20 @@ def _share_out(held: Sequence[Held], sources: Mapping[str, Source], limit: int) 
 def _write(
     folder: Path, held: Sequence[Held], sources: Mapping[str, Source], files: Sequence[_File]
 ) -> Exception | None:
-    """Gather this stage's parameters and write `files`; a failure is returned, as the others still gather."""
+    """Gather this stage's parameters and write `files`; return a failure, as other ranks still gather."""
     ends = {file.parameters[-1]: file for file in files}
-    mine = {name for file in files for name in file.parameters}
+    names_here = {name for file in files for name in file.parameters}
     pending: dict[str, Tensor] = {}
     error: Exception | None = None
-    for one in held:
-        whole = whole_tensor(one.parameter)
-        if error is not None or one.name not in mine:
+    for entry in held:
+        tensor_of_entry = whole_tensor(entry.parameter)
+        if error is not None or entry.name not in names_here:
             continue
         try:
-            for name, tensor in split(sources[one.name], whole).items():
+            for name, tensor in split(sources[entry.name], tensor_of_entry).items():
                 pending[name] = tensor.to("cpu", copy=True).contiguous()
-            if one.name in ends:
-                _write_file(folder / ends[one.name].name, pending)
+            if entry.name in ends:
+                _write_file(folder / ends[entry.name].name, pending)
                 pending = {}
         except Exception as failure:
             error = failure
@@ -156,7 +156,7 @@ def _write_file(path: Path, tensors: Mapping[str, Tensor]) -> None:
 
 
 def _config(chunk: GPTModel) -> dict[str, object]:
-    """Return config.json's entries: those that the model was loaded with, else our own."""
+    """Return config.json's entries: of the folder that the model was loaded from, else our own."""
     described, scalar_head = describe_model(chunk), bool(chunk.scalar_head)
     written = described.architecture.to_config(scalar_head=scalar_head)
     config = {**described.config, "architectures": written["architectures"]}

@@ -11,8 +11,6 @@ from parallel_rl.megatron.weights import EMBEDDING, HEAD
 
 @dataclass(frozen=True)
 class Rows:
-    """Rows [start, stop) of the tensor `name`."""
-
     name: str
     start: int
     stop: int
@@ -20,11 +18,7 @@ class Rows:
 
 @dataclass(frozen=True)
 class Source:
-    """A Megatron parameter as consecutive rows of other tensors, then vocabulary padding.
-
-    Attributes:
-        columns: width of the rows; None: a vector.
-    """
+    """A parameter as consecutive rows (width `columns`; None: a vector) of other tensors, then padding."""
 
     rows: tuple[Rows, ...]
     columns: int | None
