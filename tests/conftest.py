@@ -1,8 +1,13 @@
 """Hooks for the whole suite. The process that only hands tests out to others imports no torch."""
 
+import contextlib
 import gc
+import multiprocessing.forkserver
+import multiprocessing.util
+import os
 import sys
 from collections.abc import Iterator
+from typing import NoReturn
 
 import pytest
 
@@ -38,14 +43,45 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """The ranks run functions of the test modules: imported once, not by every rank."""
+    """Fork the server of the ranks off this process, which has imported the test modules whose functions they run."""
     import torch
 
     from parallel_rl.testing import pool
 
     torch.set_num_threads(1)  # OpenMP threads that wait for a busy core cost more than they bring
     modules = {module.__name__: module for item in session.items if (module := getattr(item, "module", None))}
-    pool.preload(*(name for name, module in modules.items() if hasattr(module, "run_world")))
+    worlds = [name for name, module in modules.items() if hasattr(module, "run_world")]
+    pool.preload(*worlds)
+    if worlds and not session.config.option.collectonly:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(multiprocessing.util, "spawnv_passfds", _fork)
+            patch.setenv("OMP_NUM_THREADS", "1")
+            multiprocessing.forkserver.ensure_running()
+
+
+def _fork(program: bytes, arguments: list[str], descriptors: list[int]) -> int:
+    """Run a server's code in a fork of this process, in place of an interpreter that would import all modules again."""
+    if "forkserver" not in arguments[-1]:
+        return _spawn(program, arguments, descriptors)
+    if (process := os.fork()) == 0:
+        _serve(arguments[-1], *descriptors)
+    return process
+
+
+_spawn = multiprocessing.util.spawnv_passfds
+
+
+def _serve(code: str, listener: int, alive: int) -> NoReturn:
+    """Run the server's code until the last process that holds the other end of `alive` has ended."""
+    try:
+        for descriptor in map(int, os.listdir("/proc/self/fd")):
+            with contextlib.suppress(OSError):
+                if descriptor != alive and os.path.sameopenfile(descriptor, alive):
+                    os.close(descriptor)  # this process's copy of the other end
+        gc.enable()
+        exec(code, {})
+    finally:
+        os._exit(0)
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
