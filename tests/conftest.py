@@ -28,7 +28,7 @@ def pytest_collection() -> Iterator[None]:
 #: files whose slow tests take a minute and more in one process, the longest first
 LONG = (
     "vocab/test_triton_interpreter", "distributed/test_law", "training/algorithms/test_recipes", "tools/test_gpu_check",
-    "distributed/test_megatron_law", "cluster/test_preemption", "distributed/test_l", "benchmarks/test_",
+    "distributed/test_megatron_law", "testing/whole_step", "cluster/test_preemption", "distributed/test_l", "benchmarks/test_",
 )  # fmt: skip
 
 
