@@ -87,15 +87,14 @@ def test_an_evil_yaml_and_jsonl_run_no_program(ran: Path, capsys: pytest.Capture
     assert not ran.exists()
 
 
-@pytest.mark.parametrize("given", ["--import", "environment"])
 @pytest.mark.parametrize(
-    ("override", "name"),
+    ("given", "override", "name"),
     [
-        ("--reward=evil_reward", "evil_reward"),
-        ("--rl.loss={name: evil_loss, options: {beta: 1}}", "evil_loss"),
-        (f"--rl.loss={COMPONENTS.replace('evil:', '')}", "evil_loss"),
-        ("--rl.critic={optimizer: {lr: 1e-3}, loss: {name: evil_loss}}", "evil_loss"),
-        ("--run.loggers=[evil_logger]", "evil_logger"),
+        ("--import", "--reward=evil_reward", "evil_reward"),
+        ("environment", "--rl.loss={name: evil_loss, options: {beta: 1}}", "evil_loss"),
+        ("--import", f"--rl.loss={COMPONENTS.replace('evil:', '')}", "evil_loss"),
+        ("environment", "--rl.critic={optimizer: {lr: 1e-3}, loss: {name: evil_loss}}", "evil_loss"),
+        ("--import", "--run.loggers=[evil_logger]", "evil_logger"),
     ],
 )
 def test_check_and_submit_do_not_import_and_say_what_they_did_not_look_at(

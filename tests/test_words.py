@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -16,11 +17,17 @@ NO_VERB = re.compile(
 LONGEST = 100
 
 
+@cache
+def nodes_of(path: Path) -> tuple[list[ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef], list[ast.Raise]]:
+    """List what a file defines, and what it raises."""
+    nodes = [*ast.walk(ast.parse(path.read_text(encoding="utf-8")))]
+    made = [node for node in nodes if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef))]
+    return made, [node for node in nodes if isinstance(node, ast.Raise)]
+
+
 def docstrings(path: Path) -> list[tuple[str, str]]:
     """List (place, docstring) of the functions and classes of a file."""
-    tree = ast.parse(path.read_text(encoding="utf-8"))
-    kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
-    nodes = [node for node in ast.walk(tree) if isinstance(node, kinds) and ast.get_docstring(node)]
+    nodes = [node for node in nodes_of(path)[0] if ast.get_docstring(node)]
     return [
         (
             f"{'class ' * isinstance(node, ast.ClassDef)}{path.relative_to(PACKAGE)}:{node.lineno} {node.name}",
@@ -54,7 +61,7 @@ MESSAGE, SENTENCES = 300, 2  # constant characters and sentences of a raised mes
 
 def messages(path: Path) -> list[tuple[str, str]]:
     """List (place, constant text) of the messages that a file raises."""
-    raised = [node for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))) if isinstance(node, ast.Raise)]
+    raised = nodes_of(path)[1]
     specs = {id(part) for node in raised for value in ast.walk(node) if isinstance(value, ast.FormattedValue)
              for part in ast.walk(value.format_spec or value)}  # fmt: skip
     return [

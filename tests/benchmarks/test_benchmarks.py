@@ -6,6 +6,7 @@ import dataclasses
 import json
 import multiprocessing
 import sys
+from functools import cache
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -27,15 +28,20 @@ from benchmarks.vocab_case import make_case
 from parallel_rl import count_valid
 from parallel_rl.testing.pool import run_world
 
-METHODS = {m.name: m for m in token_stats_methods.methods(tp=1)}
-OURS, EAGER = METHODS[token_stats_methods.OURS], METHODS["ours, eager, in place"]
+EAGER = "ours, eager, in place"
+
+
+@cache
+def _methods() -> dict[str, token_stats_methods.Method]:
+    """List them by name; it imports every peer that is installed."""
+    return {m.name: m for m in token_stats_methods.methods(tp=1)}
 
 
 def _results(gathered_both: float = 2.0) -> dict[str, dict[str, token_stats.Figures]]:
     """Peers take twice our time; `gathered_both` is of the gathered log-softmax, in bfloat16 only."""
     peer = token_stats.Figures(Seconds(2.0, 2.0), Seconds(2.0, 2.0), 4.0, 6.0, 0.0, 0.0)
     ours = token_stats.Figures(Seconds(1.0, 1.0), Seconds(1.0, 1.0), 0.01, 0.01, 0.0, 0.0)
-    figures = {m.name: ours if m.kind == "ours" else peer for m in METHODS.values()}
+    figures = {m.name: ours if m.kind == "ours" else peer for m in _methods().values()}
     gathered = dataclasses.replace(peer, both=Seconds(gathered_both, gathered_both))
     return {"float32": figures, "bfloat16": {**figures, token_stats_methods.GATHERED: gathered}}
 
@@ -45,7 +51,8 @@ def test_token_stats_tells_which_figure_is_missed() -> None:
     (line,) = token_stats.missed(_results(gathered_both=0.9))
     assert "bfloat16" in line and token_stats_methods.GATHERED in line and "both" in line
     results = _results()
-    results["float32"][OURS.name] = dataclasses.replace(results["float32"][OURS.name], both_bytes=0.2)
+    ours = token_stats_methods.OURS
+    results["float32"][ours] = dataclasses.replace(results["float32"][ours], both_bytes=0.2)
     (line,) = token_stats.missed(results)
     assert "float32" in line and "0.20 bytes" in line
 
@@ -75,11 +82,11 @@ def test_truncation_tells_which_figure_is_missed() -> None:
 
 
 def _off_by_a_little(logits: Tensor, targets: Tensor) -> tuple[Tensor, ...]:
-    return (EAGER.forward(logits, targets)[0] * 1.001,)
+    return (_methods()[EAGER].forward(logits, targets)[0] * 1.001,)
 
 
 def _check(rank: int, wrong: bool) -> tuple[float, float]:
-    method = token_stats_methods.Method("wrong", _off_by_a_little, "peer") if wrong else EAGER
+    method = token_stats_methods.Method("wrong", _off_by_a_little, "peer") if wrong else _methods()[EAGER]
     case = make_case(rank, tokens=48, vocab=64, tp=2, dtype=torch.float32)
     return token_stats.check_result(method, case, torch.empty_like(case.logits))
 

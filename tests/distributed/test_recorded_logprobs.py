@@ -80,8 +80,15 @@ def _warnings(rank: int, sizes: dict[str, int], packed: bool) -> dict[str, list[
     return found
 
 
-@pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
-@pytest.mark.parametrize("sizes", [{"tp": 2}, {"cp": 2}], ids=["tp2", "cp2"])
+@pytest.mark.parametrize(
+    ("sizes", "packed"),
+    [
+        pytest.param({"tp": 2}, False, id="tp2-padded"),
+        pytest.param({"cp": 2}, True, id="cp2-packed"),
+        pytest.param({"tp": 2}, True, id="tp2-packed", marks=pytest.mark.slow),
+        pytest.param({"cp": 2}, False, id="cp2-padded", marks=pytest.mark.slow),
+    ],
+)
 def test_a_moved_field_is_named_once_on_every_rank_and_a_right_one_never(sizes: dict[str, int], packed: bool) -> None:
     """A host that stores log-probs at their predictor trained on ratios of other tokens, and nothing said so."""
     for found in run_world(2, _warnings, sizes, packed):

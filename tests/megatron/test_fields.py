@@ -203,6 +203,8 @@ def _of_callbacks(rank: int, sizes: dict[str, int]) -> dict[str, str]:
         case = Case(**sizes, **fields)  # type: ignore[arg-type]
         model = M.wrap_model(make_model(case))
         outcomes[name] = _outcome(lambda: _own(model, make_loss(Case(loss="pg")), batches, around))
+        if name == "right":
+            outcomes["made in evaluation"] = _made_in_evaluation(model)
         M.destroy()  # ends what is under way between stages
 
     for name in CALLBACKS if "pp" in sizes else ("NaN",):
@@ -215,6 +217,20 @@ def _of_callbacks(rank: int, sizes: dict[str, int]) -> dict[str, str]:
     return outcomes
 
 
+def _made_in_evaluation(model: torch.nn.Module) -> str:
+    """A callback that no schedule calls, as on a stage that computes no loss."""
+    import parallel_rl.megatron as M
+
+    batch = _rows()[0]
+    batch |= FIELDS["a mask of one column"][0](batch)
+    counts = torch.tensor(2), torch.tensor(10)
+    config = M.unwrap(model).config
+    with torch.no_grad():
+        return _outcome(
+            lambda: M.megatron_loss_func(make_loss(Case(loss="pg")), batch, *counts, config=config, num_microbatches=1)
+        )
+
+
 @pytest.mark.parametrize("sizes", [{"pp": 2}, {"cp": 2}], ids=["pp", "cp"])
 def test_a_callback_names_what_its_loss_cannot_read_on_every_stage(sizes: dict[str, int]) -> None:
     """And a function around it that changes the gradient, which no metric shows."""
@@ -222,6 +238,8 @@ def test_a_callback_names_what_its_loss_cannot_read_on_every_stage(sizes: dict[s
     for name in CALLBACKS if "pp" in sizes else ("NaN",):
         for outcome in (outcomes[name] for outcomes in ranks):
             assert outcome.startswith("ValueError: ") and FIELDS[name][1] in outcome, (name, outcome)
+    for outcomes in ranks:
+        assert FIELDS["a mask of one column"][1] in outcomes["made in evaluation"], outcomes["made in evaluation"]
     last = ranks[-1]
     assert {outcomes[name] for outcomes in ranks for name in ("right", "right, by Megatron's mean")} == {""}
     assert all("multiplied by 0.5 on its way" in last[name] for name in ("halved", "halved, by Megatron's mean")), last

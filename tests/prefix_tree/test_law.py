@@ -64,8 +64,10 @@ def _on_ranks(cases: list[Case], cuts: list[Cut]) -> list[list[str]]:
 @pytest.mark.parametrize(
     ("cases", "cuts"),
     [
-        pytest.param(law.CORE, CUTS[::3], id="core"),
-        pytest.param(law.CORE, [CUTS[1], CUTS[2], CUTS[4]], id="core, other cuts", marks=pytest.mark.slow),
+        pytest.param(law.CORE[::2], CUTS[:1], id="core"),
+        pytest.param(law.CORE[1::2], CUTS[3:4], id="core, contiguous"),
+        pytest.param(law.CORE[::2], CUTS[1:], id="core, other cuts", marks=pytest.mark.slow),
+        pytest.param(law.CORE[1::2], [*CUTS[:3], CUTS[4]], id="more of core, other cuts", marks=pytest.mark.slow),
         pytest.param(MORE, [CUTS[0]], id="more", marks=pytest.mark.slow),
     ],
 )

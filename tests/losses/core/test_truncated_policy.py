@@ -131,18 +131,19 @@ def on_layouts(rank: int, name: str, which: str) -> dict[str, tuple]:
             flat = torch.stack([layout.shard(z[..., v], shift=False) for v in range(V)], -1)
             width = V // tp
             local = flat[:, (rank % tp) * width : (rank % tp + 1) * width].contiguous().view(*layout.local_shape, width)
-            for consume in (False, True):
-                leaf = local.clone().requires_grad_()
-                loss_fn = PolicyLossFn(CONFIGS[name], consume_logits=consume, **RULES[which])
-                call = SequencePackingLossWrapper(loss_fn, bounds) if packed else loss_fn
-                loss, metrics = call(leaf * 1, data, *count_valid([data]), rank % tp, tensor, context)
-                loss.backward()
-                assert leaf.grad is not None
-                grads = [layout.unshard(leaf.grad.view(-1, width)[:, v], context, shift=False) for v in range(width)]
-                reduced = reduce_metrics([metrics], ParallelGroups(tensor=tensor, context=context))
-                found[f"{tp} {cp} {packed} {consume}"] = (
-                    loss.item(), torch.stack(grads, -1), rank % tp, reduced["dropped_tokens"].item(), tp
-                )  # fmt: skip
+            # one rule uses the logits up where rows are packed, the other where they are padded
+            consume = packed == (which == "truncated")
+            leaf = local.clone().requires_grad_()
+            loss_fn = PolicyLossFn(CONFIGS[name], consume_logits=consume, **RULES[which])
+            call = SequencePackingLossWrapper(loss_fn, bounds) if packed else loss_fn
+            loss, metrics = call(leaf * 1, data, *count_valid([data]), rank % tp, tensor, context)
+            loss.backward()
+            assert leaf.grad is not None
+            grads = [layout.unshard(leaf.grad.view(-1, width)[:, v], context, shift=False) for v in range(width)]
+            reduced = reduce_metrics([metrics], ParallelGroups(tensor=tensor, context=context))
+            found[f"{tp} {cp} {packed} {consume}"] = (
+                loss.item(), torch.stack(grads, -1), rank % tp, reduced["dropped_tokens"].item(), tp
+            )  # fmt: skip
         old = token_logprobs(flat[:, (rank % tp) * width : (rank % tp + 1) * width].view(*layout.local_shape, width), data,
                              rank % tp, tensor, context, layout=layout, **RULES[which])  # fmt: skip
         found[f"old {tp}"] = (old,)
