@@ -22,10 +22,10 @@ def pytest_collection() -> Iterator[None]:
 
 #: files whose slow tests take a minute and more in one process, the longest first; at the end those that mostly wait
 LONG = (
-    "distributed/test_law", "testing/whole_step", "vocab/test_triton_interpreter", "training/algorithms/test_recipes", "tools/test_gpu_check",
-    "benchmarks/test_", "plan/test_memory", "distributed/test_l", "distributed/test_megatron_law", "prefix_tree/test_law",
-    "megatron/hf/test_round_trip", "cluster/test_preemption", "verify/test_", "training/preflight/test_gate", "test_cli",
-    "training/rollouts/test_", "testing/test_failures",
+    "distributed/test_law", "testing/whole_step", "vocab/test_triton_interpreter", "training/algorithms/test_recipes",
+    "tools/test_gpu_check", "benchmarks/test_", "plan/test_memory", "distributed/test_l", "distributed/test_megatron_law",
+    "prefix_tree/test_law", "megatron/hf/test_round_trip", "cluster/test_preemption", "verify/test_",
+    "training/preflight/test_gate", "test_cli", "training/rollouts/test_", "testing/test_failures",
 )  # fmt: skip
 
 
