@@ -46,8 +46,8 @@ class SimPOLossFn(LossFn[SimPOLossConfig]):
 
     Rows are pairs: chosen even, rejected odd; a response without a token has a = 0.
 
-    Metrics: loss, accuracy, rewards_chosen_mean, rewards_rejected_mean (a, without β), num_valid_samples (pairs). Call and
-    errors: see `LossFn`; an odd number of rows raises. Paper: arXiv 2405.14734.
+    Metrics: loss, accuracy, rewards_chosen_mean, rewards_rejected_mean (a, without β), num_valid_samples (pairs).
+    Call and errors: see `LossFn`; an odd number of rows raises. Paper: arXiv 2405.14734.
 
     >>> import torch
     >>> from parallel_rl import SimPOLossFn, count_valid
