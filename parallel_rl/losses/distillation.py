@@ -183,8 +183,8 @@ class DistillationLossFn(RowLoss[DistillationLossConfig]):
     `bucket_tail` teacher_logsumexp [B, S]. Collectives: [T, K] floats forward, and [T, 4] if the student is normalised over
     the whole vocabulary; none backward.
 
-    Metrics: loss, num_valid_samples; with `overlap` teacher_mass, student_mass and overlap. Call and errors: see
-    `LossFn`; an id outside the vocabulary raises. Papers: arXiv 1503.02531; the options are those of NeMo-RL.
+    Metrics: loss, num_valid_samples; with `overlap` teacher_mass, student_mass and overlap.
+    Call and errors: see `LossFn`; an id outside the vocabulary raises. Papers: arXiv 1503.02531; the options are those of NeMo-RL.
 
     >>> import torch
     >>> from parallel_rl import DistillationLossFn, count_valid
