@@ -184,7 +184,8 @@ class DistillationLossFn(RowLoss[DistillationLossConfig]):
     the whole vocabulary; none backward.
 
     Metrics: loss, num_valid_samples; with `overlap` teacher_mass, student_mass and overlap.
-    Call and errors: see `LossFn`; an id outside the vocabulary raises. Papers: arXiv 1503.02531; the options are those of NeMo-RL.
+    Call and errors: see `LossFn`; an id outside the vocabulary raises.
+    Papers: arXiv 1503.02531; the options are those of NeMo-RL.
 
     >>> import torch
     >>> from parallel_rl import DistillationLossFn, count_valid
