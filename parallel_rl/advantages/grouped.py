@@ -161,8 +161,6 @@ class AsymRE(GroupedEstimator, name="asymre"):
 
 
 class _Runs:
-    """Steps of a table by run, in order."""
-
     def __init__(self, table: SampleTable) -> None:
         steps, runs = table.columns["step_ids"], table.columns["run_ids"]
         self.order = steps.argsort(stable=True)

@@ -33,7 +33,7 @@ _SETTINGS = {
 
 
 class Drawing:
-    """A chart under way, and its markup once it is done."""
+    """A chart, and its markup once it is closed."""
 
     svg = ""
 
@@ -108,7 +108,7 @@ def histogram(
 
 
 def _plain_ticks(axes: Axes, low: float, high: float) -> None:
-    """Counts in plain numbers, and those of the other axis too where it spans less than two decades."""
+    """Format counts as plain numbers; the other axis too, below two decades."""
     from matplotlib.ticker import FixedLocator, FuncFormatter, NullFormatter
 
     axes.yaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:,.0f}"))

@@ -172,14 +172,12 @@ def _lengths(call: LossCall, batch: TokenBatch) -> Tensor:
 
 
 def _fields(data: Mapping[str, Tensor], shape: tuple[int, int]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Return the data's fields of tokens and of sequences, without others such as distributions."""
     tokens = {name: x for name, x in data.items() if tuple(x.shape) == shape}
     sequences = {name: x for name, x in data.items() if tuple(x.shape) == shape[:1] and name != "lengths"}
     return tokens, sequences
 
 
 def _column(name: str, x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Restore the dtype of a column of `observe`."""
     return x != 0 if name.startswith(("scored", "held/")) else x.to(dtype)
 
 
@@ -191,7 +189,6 @@ def _array(x: Tensor) -> np.ndarray:
 def _write(
     folder: Path, recorder: _Recorder, metrics: Mapping[str, Tensor], groups: ParallelGroups, info: StepInfo
 ) -> None:
-    """Write this data rank's file; its other ranks write nothing."""
     if groups.tp_rank or groups.cp_rank:
         return
     folder.mkdir(parents=True, exist_ok=True)

@@ -144,10 +144,7 @@ def means_by_position(position: np.ndarray, values: np.ndarray, edges: np.ndarra
 
 
 def clip_by_sign(step: Step) -> list[tuple[str, dict[str, int]]]:
-    """Count tokens by the sign of their advantage.
-
-    How many there are, outside the range, and held back by the clip and its second bound.
-    """
+    """Count tokens by the advantage's sign: all, out of range, held back by the clip, by its second bound."""
     advantages = step.tokens["advantages"]
     flags = {
         name: held for name in (*_OF_RANGE, "clipped", "dual_clipped") if (held := held_back(step, name)) is not None
@@ -171,9 +168,7 @@ class Reason:
 
 
 def reasons(step: Step) -> list[Reason]:
-    """Return the reasons in the order in which the loss meets them.
-
-    The last row is the rest, which carries gradient.
+    """Return the reasons in the loss's order; the last holds the tokens with a full gradient.
 
     Every token is in `first` of one row.
     """

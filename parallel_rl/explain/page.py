@@ -49,10 +49,7 @@ class Sample:
 
 
 def choose(step: Step, most: int) -> dict[int, str]:
-    """Choose at most so many sequences, with the reason for each.
-
-    Reasons are the largest gradient, the ratio farthest from 1, and the most tokens held back.
-    """
+    """Choose up to `most` sequences by largest gradient, ratio farthest from 1, and most tokens held back."""
     gradient = np.abs(step.tokens.get("gradient", np.zeros(len(step.row))).astype(np.float64))
     pull = np.bincount(step.row, gradient, minlength=len(step.lengths))
     chosen: dict[int, str] = {}
@@ -143,7 +140,6 @@ def _sample(step: Step, row: int, why: str, label: str, of_step: _Numbers) -> Sa
 
 
 def _mark(gradient: float, scale: float, scored: bool) -> str:
-    """Return the size on a square-root scale, so that small contributions show."""
     if not scored:
         return "m"
     if not math.isfinite(gradient):
@@ -155,7 +151,6 @@ def _mark(gradient: float, scale: float, scored: bool) -> str:
 
 
 def _reason_of_each(step: Step) -> list[str]:
-    """Return the first reason of each token; of rejections each rule."""
     words, rejected = np.full(len(step.row), "", dtype=object), np.zeros(len(step.row), bool)
     for one in measures.reasons(step):
         words[one.first] = one.words
@@ -177,7 +172,7 @@ _EXTRA = "pip install matplotlib jinja2"
 
 
 def check_extras() -> None:
-    """Raises ValueError where a library that makes the page is missing, with what installs it."""
+    """Raise ValueError for a missing library of the page; the message names the extra to install."""
     for name in ("jinja2", "matplotlib"):
         try:
             __import__(name)
@@ -242,7 +237,7 @@ def _short(x: float) -> str:
 
 
 def _compact(x: object) -> str:
-    """JSON that may stand inside of a script element, whatever its strings hold."""
+    """Encode JSON so that no string can end a script element."""
     text = json.dumps(x, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
     return (
         text.replace("&", "\\u0026")

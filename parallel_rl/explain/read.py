@@ -44,22 +44,22 @@ class Step:
 
     @cached_property
     def starts(self) -> np.ndarray:
-        """[N] the first token of each sequence."""
+        """Return [N] the first token of each sequence."""
         return np.cumsum(self.lengths) - self.lengths
 
     @cached_property
     def row(self) -> np.ndarray:
-        """[T] the sequence of each token."""
+        """Return [T] the sequence of each token."""
         return np.repeat(np.arange(len(self.lengths)), self.lengths)
 
     @cached_property
     def column(self) -> np.ndarray:
-        """[T] the place of each token in its sequence."""
+        """Return [T] the place of each token in its sequence."""
         return np.arange(len(self.row)) - self.starts[self.row]
 
     @cached_property
     def scored(self) -> np.ndarray:
-        """[T] bool: the tokens that the loss reads."""
+        """Return [T] bool: the tokens that the loss reads."""
         return self.tokens["scored"]
 
     @property
@@ -72,7 +72,7 @@ class Step:
         return {"rows": "rows of logits", "scalar": "scalar head"}.get(self.meta["reads"], "logits")
 
     def value(self, name: str) -> np.ndarray | None:
-        """[T] numbers that the loss gave its tokens; of the first component that has them."""
+        """Return [T] values of the loss's tokens, from the first component that has them."""
         wanted = (key for key in self.tokens if key.startswith("value/") and key.rpartition("/")[2] == name)
         return next((self.tokens[key] for key in wanted), None)
 

@@ -1,4 +1,4 @@
-"""Each token as the loss read it in one call, and its gradient: by the loss's own computation on the very numbers it read."""
+"""Values and gradient of each token, recomputed with the loss's own code from the recorded inputs."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def _gradients(value: Tensor, leaves: Mapping[str, Tensor]) -> dict[str, Tensor]
 
 
 def _whole(columns: Mapping[str, Tensor], batch: TokenBatch) -> dict[str, Tensor]:
-    """[T_local] each to [B, S], by one all-reduce; of several values at a token their sum."""
+    """Convert columns [T_local] to [B, S] in one all-reduce; several values of a token are summed."""
     local = batch.local
     rows = [(x if x.dim() == 1 else x.sum(-1)).detach().double() for x in columns.values()]
     whole = local.layout.unshard(torch.stack(rows, 1), local.context_group, local.requirements.shift)

@@ -8,8 +8,6 @@
     preference     DPO and its relatives, SimPO, ORPO, KTO, reward models
     distillation   divergences of a teacher and a student
 
-The terms of `nll` and `value` stand with these losses.
-
 A function takes tensors of one shape and returns one number per element (or pair, or response). Reductions, masks, counts,
 process groups and state belong to `parallel_rl.losses`.
 """

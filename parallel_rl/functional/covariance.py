@@ -30,12 +30,10 @@ def _centred(x: Tensor, samples: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _number(samples: Tensor, fraction: float) -> Tensor:
-    """Return the number of chosen tokens: the fraction of the valid ones, rounded down, at least 1."""
     return ((~samples.isnan()).sum().double() * fraction).floor().clamp(min=1).long()
 
 
 def _kth_largest(values: Tensor, k: Tensor) -> Tensor:
-    """Return the k-th largest value, k a tensor; −inf entries are skipped."""
     if not values.numel():
         return values.new_tensor(torch.inf)
     return values.sort(descending=True).values.gather(0, (k - 1).clamp(0, values.numel() - 1).view(1))[0]
@@ -48,10 +46,8 @@ class ClipCov(Surrogate, name="clip_cov"):
     Of the step's valid tokens that PPO does not clip, with covariance within (low, high), max(⌊fraction·N⌋, 1) are drawn by
     (seed, `sample_ids`, position), alike on any layout.
 
-    clip_low, clip_high: PPO's ε on either side of 1.
-    fraction: share of the step's valid tokens.
-    low, high: range of the covariance, both excluded.
-    seed: seed of the choice. Paper: arXiv 2505.22617.
+    clip_low, clip_high: PPO's ε on either side of 1. fraction: share of the step's valid tokens. low, high: range of
+    the covariance, both excluded. seed: seed of the choice. Paper: arXiv 2505.22617.
     """
 
     needs_statistics = True
@@ -104,8 +100,7 @@ class KLCov(Surrogate, name="kl_cov"):
     These are max(⌊fraction·N⌋, 1) of the valid tokens. Equal covariances are penalised together, except 0: if all advantages
     are equal nothing covaries.
 
-    fraction: share of the step's valid tokens.
-    coefficient: weight of the penalty. Paper: arXiv 2505.22617.
+    fraction: share of the step's valid tokens. coefficient: weight of the penalty. Paper: arXiv 2505.22617.
     """
 
     needs_statistics = True

@@ -126,7 +126,6 @@ class ClippedPGLossConfig:
             raise ValueError(f"ratio_clip_c = {self.ratio_clip_c} must exceed 1, or be None for no dual clip")
 
     def _check_contradictions(self) -> None:
-        """Refuse pairs that contradict each other, and options that the others leave without effect."""
         sequence, without_ratio = self.sequence_level_importance_ratios, ("disable_ppo_ratio", "force_on_policy_ratio")
         no_kl = self.use_on_policy_kl_approximation and not self.kl_in_loss
         no_ratio = next((name for name in without_ratio if getattr(self, name)), None)

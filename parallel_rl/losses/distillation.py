@@ -46,8 +46,7 @@ class FullDistillationLossConfig:
     teacher_temperature: divides the teacher's logits; None: the student's, `temperature` of the loss.
     squared_temperature: multiply by the student's temperature², so that gradients do not shrink with it.
     aggregation, max_length: how tokens are averaged, see `parallel_rl.counts.token_weights`.
-    token_weights: multiply each token by data["token_weights"] [B, S] ≥ 0 (0 masks), and divide by the number of tokens with
-        a weight ("count") or by the sum of the weights ("sum"), see `parallel_rl.losses.core.token_weights`; None: off.
+    token_weights: factors data["token_weights"] [B, S] ≥ 0; divide by the "count" of positive ones or their "sum".
     """
 
     divergence: Divergence = field(default_factory=ForwardKL)
@@ -143,8 +142,7 @@ class DistillationLossConfig:
     topk_alignment: "token" stores the teacher's distribution of token t at t, "predictor" at t − 1 (NeMo-RL's data).
     teacher_temperature: divides the teacher's logits; None: the student's, `temperature` of the loss.
     aggregation, max_length: how tokens are averaged, see `parallel_rl.counts.token_weights`.
-    token_weights: multiply each token by data["token_weights"] [B, S] ≥ 0 (0 masks), and divide by the number of tokens with
-        a weight ("count") or by the sum of the weights ("sum"), see `parallel_rl.losses.core.token_weights`; None: off.
+    token_weights: factors data["token_weights"] [B, S] ≥ 0; divide by the "count" of positive ones or their "sum".
     """
 
     kl_type: Literal["forward", "reverse", "mixed"] = "mixed"
@@ -185,8 +183,8 @@ class DistillationLossFn(RowLoss[DistillationLossConfig]):
     `bucket_tail` teacher_logsumexp [B, S]. Collectives: [T, K] floats forward, and [T, 4] if the student is normalised over
     the whole vocabulary; none backward.
 
-    Metrics: loss, num_valid_samples; with `overlap` teacher_mass, student_mass and overlap. Call and errors: see `LossFn`; an
-    id outside the vocabulary raises.
+    Metrics: loss, num_valid_samples; with `overlap` teacher_mass, student_mass and overlap.
+    Call and errors: see `LossFn`; an id outside the vocabulary raises.
     Papers: arXiv 1503.02531; the options are those of NeMo-RL.
 
     >>> import torch

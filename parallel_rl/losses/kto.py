@@ -130,8 +130,6 @@ class KTOLossFn(LossFn[KTOLossConfig]):
         )
 
     def _baselines(self, statistics: Statistics) -> tuple[Tensor, Tensor]:
-        """z₀ of desirable and of undesirable rows."""
-
         def mean(side: str) -> Tensor:
             return (statistics[f"{side}_log_ratio"] / statistics[f"{side}_rows"].clamp(min=1)).clamp(min=0)
 
@@ -158,7 +156,6 @@ class KTOLossFn(LossFn[KTOLossConfig]):
 
 
 def _sides(batch: TokenBatch) -> dict[str, Tensor]:
-    """[B] bool each: which rows are of which kind."""
     labels = batch.per_sequence("preference_labels")
     if batch.local.data["preference_labels"].dtype == torch.bool:
         labels = torch.where(batch.sequence_mask, 2 * labels.long() - 1, 0)
@@ -166,6 +163,6 @@ def _sides(batch: TokenBatch) -> dict[str, Tensor]:
 
 
 def _log_ratios(batch: TokenBatch) -> tuple[Tensor, Tensor]:
-    """[B] float64 D, and [T_local] bool: the tokens that are not in it."""
+    """Sum D [B] in float64, and mark [T_local] tokens left out for an infinite log-ratio."""
     log_ratio, overflow = finite_log_ratio(batch.logprobs, batch["reference_policy_logprobs"])
     return response_sum(batch, log_ratio), overflow

@@ -55,8 +55,7 @@ class NLLLossConfig:
     aggregation, max_length: how tokens are averaged, see `parallel_rl.counts.token_weights`. With turn-mean, prompt-mean and
         trajectory-mean each turn (segment_ids [B, S]), prompt (group_ids [B]) or trajectory (run_ids [B]) of the step weighs
         the same; they need `statistics=` of `count`, and ids ≥ 0.
-    token_weights: multiply each token by data["token_weights"] [B, S] ≥ 0 (0 masks), and divide by the number of tokens with
-        a weight ("count") or by the sum of the weights ("sum"), see `parallel_rl.losses.core.token_weights`; None: off.
+    token_weights: factors data["token_weights"] [B, S] ≥ 0; divide by the "count" of positive ones or their "sum".
     """
 
     weighting: NLLWeighting = "none"

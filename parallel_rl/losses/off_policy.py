@@ -113,7 +113,6 @@ def _passes(batch: TokenBatch, prev: Tensor, rule: RejectionRule, level: PoolLev
 
 
 def _of_step(batch: TokenBatch, prev: Tensor, rule: RejectionRule) -> Tensor:
-    """Return [T_local] the statistic of tokens that the rule may reject, NaN of all others."""
     logprobs, generation = prev.double(), batch.recorded("generation_logprobs")
     concerned = batch.mask
     if rule.signed:

@@ -92,7 +92,6 @@ class PolicyLoss(LossFn[ConfigT]):
         self.entropy_bonus.load_state_dict(state)
 
     def _token_fields(self) -> dict[str, bool]:
-        """Return the names of the fields [B, S], and whether each is read."""
         cfg = self.policy
         return {
             "advantages": True,

@@ -102,10 +102,9 @@ class DPOLossFn(PreferenceWithNLL[DPOLossConfig]):
     over a response run in float64. `data` holds reference_policy_logprobs [B, S] and the common fields.
 
     Metrics: loss, preference_loss, sft_loss, accuracy, rewards_chosen_mean, rewards_rejected_mean (without β),
-    num_valid_samples (pairs), overflow_tokens (infinite log-ratio, left out of D). Call and errors: see `LossFn`; an odd
-    number of rows raises.
-    Papers: arXiv 2305.18290 (DPO), 2310.12036 (IPO), 2403.00409 (robust DPO), 2409.06411 (LD-DPO), 2404.19733 (NLL term);
-    other kinds: see their functions.
+    num_valid_samples (pairs), overflow_tokens (infinite log-ratio, left out of D). Call and errors: see `LossFn`; an
+    odd number of rows raises. Papers: arXiv 2305.18290 (DPO), 2310.12036 (IPO), 2403.00409 (robust DPO), 2409.06411
+    (LD-DPO), 2404.19733 (NLL term); other kinds: see their functions.
 
     >>> import torch
     >>> from parallel_rl import DPOLossFn, count_valid

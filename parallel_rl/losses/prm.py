@@ -35,10 +35,9 @@ if TYPE_CHECKING:
 class PRMLossConfig:
     """Options of `PRMLossFn`.
 
-    placeholder_token_id: the input token at the end of each step.
-    reward_token_ids: the tokens that name a step's reward, to which the softmax is restricted; None: the whole vocabulary.
-    soft_labels: labels are probabilities of the first of exactly two reward tokens, not token ids.
-    ignore_index: the label of a placeholder that is not scored.
+    placeholder_token_id: the input token at the end of each step. reward_token_ids: the tokens that name a step's
+    reward, to which the softmax is restricted; None: the whole vocabulary. soft_labels: labels are probabilities of the
+    first of exactly two reward tokens, not token ids. ignore_index: the label of a placeholder that is not scored.
     """
 
     placeholder_token_id: int

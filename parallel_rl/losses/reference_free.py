@@ -46,8 +46,8 @@ class SimPOLossFn(LossFn[SimPOLossConfig]):
 
     Rows are pairs: chosen even, rejected odd; a response without a token has a = 0.
 
-    Metrics: loss, accuracy, rewards_chosen_mean, rewards_rejected_mean (a, without β), num_valid_samples (pairs). Call and
-    errors: see `LossFn`; an odd number of rows raises. Paper: arXiv 2405.14734.
+    Metrics: loss, accuracy, rewards_chosen_mean, rewards_rejected_mean (a, without β), num_valid_samples (pairs).
+    Call and errors: see `LossFn`; an odd number of rows raises. Paper: arXiv 2405.14734.
 
     >>> import torch
     >>> from parallel_rl import SimPOLossFn, count_valid
@@ -97,8 +97,7 @@ class CPOLossFn(PreferenceWithNLL[CPOLossConfig]):
     Rows are pairs: chosen even, rejected odd; sums over a response run in float64.
 
     Metrics: loss, preference_loss, sft_loss, accuracy, rewards_chosen_mean, rewards_rejected_mean (S, without β),
-    num_valid_samples (pairs). Call and errors: see `LossFn`; an odd number of rows raises.
-    Paper: arXiv 2401.08417.
+    num_valid_samples (pairs). Call and errors: see `LossFn`; an odd number of rows raises. Paper: arXiv 2401.08417.
 
     >>> import torch
     >>> from parallel_rl import CPOLossFn, count_valid
@@ -139,8 +138,7 @@ class ORPOLossFn(PreferenceWithNLL[ORPOLossConfig]):
     e^a). Rows are pairs: chosen even, rejected odd; the means run in float64.
 
     Metrics: loss, preference_loss (with λ), sft_loss, accuracy, rewards_chosen_mean, rewards_rejected_mean (a),
-    num_valid_samples (pairs). Call and errors: see `LossFn`; an odd number of rows raises.
-    Paper: arXiv 2403.07691.
+    num_valid_samples (pairs). Call and errors: see `LossFn`; an odd number of rows raises. Paper: arXiv 2403.07691.
 
     >>> import torch
     >>> from parallel_rl import ORPOLossFn, count_valid

@@ -31,8 +31,7 @@ class ReferenceKLLossConfig:
     input_clamp, output_clamp: bounds on |l_ref − l| and on the estimate (verl's `loss_max_clamp`); None is off.
     log_prob_min_clamp: lower bound < 0 on both log-probs, without gradient where the policy's is lower. None is off.
     aggregation, max_length: how tokens are averaged, see `parallel_rl.counts.token_weights`.
-    token_weights: multiply each token by data["token_weights"] [B, S] ≥ 0 (0 masks), and divide by the number of tokens with
-        a weight ("count") or by the sum of the weights ("sum"), see `parallel_rl.losses.core.token_weights`; None: off.
+    token_weights: factors data["token_weights"] [B, S] ≥ 0; divide by the "count" of positive ones or their "sum".
     """
 
     estimator: KLType = "k3"

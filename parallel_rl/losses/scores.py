@@ -186,7 +186,7 @@ class _ScoreReader(LogProbReader):
 
     loss: _Scores
 
-    def complete(self, logits: Tensor | None, data: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    def add_fields(self, logits: Tensor | None, data: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         ids = data.get("input_ids")
         if self.loss.extras.masked or not isinstance(ids, torch.Tensor) or ids.dim() != 2:
             return data
@@ -210,7 +210,7 @@ class _ScoreReader(LogProbReader):
         shard = self._shard(local, logits.shape[-1], tensor_group)
         targets, valid = self._targets(local, shard)
         rows, shared = logits.flatten(0, -2), local.layout.tree
-        if shared is not None and self.by_edges:
+        if shared is not None and self.reads_tree:
             stats = stats_of_tree(rows, targets, valid, shard, shared)
         else:
             stats = truncated_stats_of_shard(rows, targets, valid, shard, self._kept_ids(local))
@@ -222,7 +222,7 @@ class _ScoreReader(LogProbReader):
         shard = self._shard(local, head.weight.shape[0], tensor_group)
         targets, valid = self._targets(local, shard)
         shared = local.layout.tree
-        if shared is not None and self.by_edges:
+        if shared is not None and self.reads_tree:
             of_edges = targets_of_edges(targets, shared).clamp(min=0)
             stats, _ = stats_of_head(head, of_edges, shared.edges.any(valid), shard, None)
             return TokenBatch(local, ModelOutput(tokens_of_edges(stats, valid, shared))), None

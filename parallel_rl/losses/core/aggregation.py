@@ -48,11 +48,7 @@ def aggregation_weights(batch: TokenBatch, aggregation: Aggregation, max_length:
 
 
 def with_units(needs: Requirements, aggregation: Aggregation, weights: WeightedBy | None = None) -> Requirements:
-    """Add to the requirements what an aggregation by units and token weights read and count.
-
-    >>> with_units(Requirements(), "prompt-mean").names, with_units(Requirements(), "token-mean").counted
-    (('group_ids',), False)
-    """
+    """Add to the requirements what an aggregation by units and token weights read and count."""
     if weights is not None:
         needs = replace(needs, fields=(*needs.fields, WEIGHTS), counted=True, token_weights=weights)
     if aggregation not in UNIT_FIELDS:

@@ -98,7 +98,7 @@ def known_counts(global_valid_seqs: object, global_valid_toks: object) -> dict[s
     return known
 
 
-def check_data(data: Mapping[str, Tensor], needs: Requirements, output: Tensor | None = None) -> tuple[int, int]:
+def check_fields(data: Mapping[str, Tensor], needs: Requirements, output: Tensor | None = None) -> tuple[int, int]:
     """Return (B, S) of whole data, after checks of each field's presence, type, shape, dtype and device.
 
     Args:

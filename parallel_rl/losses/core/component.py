@@ -284,5 +284,4 @@ class ComponentsReader(LogProbReader):
 
 
 def _under(prefix: str, values: Mapping[str, float]) -> dict[str, float]:
-    """Return the values whose names begin with `prefix`, without the prefix."""
     return {name.removeprefix(prefix): x for name, x in values.items() if name.startswith(prefix)}

@@ -17,7 +17,7 @@ from parallel_rl.labels import check_labels, is_shifted, with_labels
 from parallel_rl.layout import SequenceLayout
 from parallel_rl.losses.core.aggregation import count_units
 from parallel_rl.losses.core.batch import ModelOutput, TokenBatch
-from parallel_rl.losses.core.checks import check_data
+from parallel_rl.losses.core.checks import check_fields
 from parallel_rl.losses.core.local_batch import LocalBatch
 from parallel_rl.losses.core.token_weights import count_weights
 from parallel_rl.statistics import Statistics
@@ -47,7 +47,7 @@ def count_step(
         for data in labelled:
             check_labels(data)
             ids = data.get("input_ids")
-            check_data(data, needs, ids if isinstance(ids, torch.Tensor) else torch.empty(0))
+            check_fields(data, needs, ids if isinstance(ids, torch.Tensor) else torch.empty(0))
             if checks_values(data["input_ids"]):
                 loss.check_data(data, needs)
 

@@ -45,23 +45,23 @@ _ADVICE = ("give all context ranks the counts of the whole step",)
 
 @dataclass(frozen=True, eq=False)
 class LogProbs(Source):
-    """A host's log-probs and data, in any form; `given` holds the originals, `like` their first tensor."""
+    """A host's log-probs and data, in any form; `host` holds the originals, `template` their first tensor."""
 
     call: LossCall
-    given: HostLogProbs
+    host: HostLogProbs
 
     @classmethod
-    def of(cls, loss: Loss, call: LossCall, given: HostLogProbs) -> LogProbs:
+    def of(cls, loss: Loss, call: LossCall, host: HostLogProbs) -> LogProbs:
         """Take the log-probs of a call without reading values."""
-        like = next(iter(_tensors(given.values)), torch.empty(0))
-        return cls(loss, like, call, given)
+        template = next(iter(_tensors(host.values)), torch.empty(0))
+        return cls(loss, template, call, host)
 
     def needs(self) -> Requirements:
-        names = ("token_mask" if name == "response_mask" else name for name in self.given.data)
+        names = ("token_mask" if name == "response_mask" else name for name in self.host.data)
         return self.loss.requirements.given(dict.fromkeys(names))
 
     def agreement(self, needs: Requirements, counts: dict[str, float]) -> Agreement:
-        bounds, values = self.given.cu_seqlens, self.given.values
+        bounds, values = self.host.cu_seqlens, self.host.values
         if isinstance(bounds, Tensor) and bounds.dim() == 1:
             number = len(bounds) - 1
         else:
@@ -70,7 +70,7 @@ class LogProbs(Source):
         return Agreement((self.call.context_group,), {"the number of sequences": number}, alike)
 
     def check_reads(self, needs: Requirements) -> None:
-        loss, options, entropy = type(self.loss).__name__, self.loss.options, self.given.entropy
+        loss, options, entropy = type(self.loss).__name__, self.loss.options, self.host.entropy
         if needs.reads != "log-probs":
             raise ValueError(f"{loss} reads more than log-probs: {_READS[needs.reads]}")
         check_declared(self.loss)
@@ -90,7 +90,7 @@ class LogProbs(Source):
         read = needs.entropy and not needs.entropy_measured
         if read and entropy is None:
             raise ValueError(f"{loss} in this configuration reads the entropy of the policy; give entropy=")
-        trained = read and needs.entropy_gradient and _has_gradient(self.given.values)
+        trained = read and needs.entropy_gradient and _has_gradient(self.host.values)
         if trained and entropy is not None and not _has_gradient(entropy):
             raise ValueError(
                 f"entropy has no gradient, the log-probs have one, and {loss} in this configuration trains on both; "
@@ -103,7 +103,7 @@ class LogProbs(Source):
             )
 
     def place(self, needs: Requirements) -> Placed:
-        source, call = self.given, self.call
+        source, call = self.host, self.call
         rows, data = self._rows_and_data(needs)
         if needs.paired:
             check_pairs(rows.number)
@@ -120,7 +120,7 @@ class LogProbs(Source):
         assert values is not None
         if not checks_values(data["token_mask"]):
             return
-        if "token_mask" in self.given.data:
+        if "token_mask" in self.host.data:
             self._check_first(values.rows, data["sample_mask"])
         check_log_probs(values.logprobs, valid_tokens(data, shift=False))
 
@@ -133,7 +133,7 @@ class LogProbs(Source):
 
     def _rows_and_data(self, needs: Requirements) -> tuple[Rows, dict[str, Tensor]]:
         """Convert a call's data to rows; ValueError for fields that are missing or unlike the log-probs."""
-        source, call, like = self.given, self.call, self.like
+        source, call, template = self.host, self.call, self.template
         masks = [name for name in _MASKS if name in source.data]
         if len(masks) != 1:
             raise ValueError(
@@ -144,11 +144,11 @@ class LogProbs(Source):
         for name in (mask, "sample_mask"):
             for x in _tensors(source.data.get(name, ())):
                 check_mask_dtype(name, x)
-        check_plain("logprobs", like)
-        if not like.is_floating_point() or like.dtype.itemsize < 2:
-            raise ValueError(f"log-probs must be floating point of 16 bits or more, got {like.dtype}")
-        if like.dtype.itemsize < 4:
-            warn_of_precision(like.dtype)
+        check_plain("logprobs", template)
+        if not template.is_floating_point() or template.dtype.itemsize < 2:
+            raise ValueError(f"log-probs must be floating point of 16 bits or more, got {template.dtype}")
+        if template.dtype.itemsize < 4:
+            warn_of_precision(template.dtype)
         responses = _MASKS[mask]
         cut = Cut(responses, call.context_group, self.loss.options.cp_layout)
         rows = rows_of(source.values, cut, source.cu_seqlens)
@@ -181,18 +181,18 @@ class LogProbs(Source):
 
     def _per_token(self, name: str, values: Values, rows: Rows, field: Field) -> Tensor:
         try:
-            shape, wanted = rows.shape_of(values), rows.shape_of(self.given.values)
+            shape, wanted = rows.shape_of(values), rows.shape_of(self.host.values)
             if shape != wanted:
                 raise ValueError(
                     f"has shape {_text(shape)}; the log-probs have {_text(wanted)}, and they must be alike"
                 )
             for x in [values] if isinstance(values, Tensor) else values:
-                if x.dim() != self.like.dim() + field.width:
-                    raise ValueError(f"has shape {list(x.shape)}; the log-probs have {list(self.like.shape)}")
+                if x.dim() != self.template.dim() + field.width:
+                    raise ValueError(f"has shape {list(x.shape)}; the log-probs have {list(self.template.shape)}")
         except ValueError as error:
             raise ValueError(f"{name} {error}") from error
         for x in _tensors(values):
-            check_device(name, x, self.like)
+            check_device(name, x, self.template)
         return rows.take(values, field.alignment)
 
     def _per_row(self, name: str, values: Values, rows: Rows) -> Tensor:
@@ -200,12 +200,12 @@ class LogProbs(Source):
             raise ValueError(f"{name} must be a tensor [{rows.number}], got {type(values).__name__}")
         if values.shape != (rows.number,):
             raise ValueError(f"{name} has shape {list(values.shape)}; {rows.number} sequences call for [{rows.number}]")
-        check_device(name, values, self.like)
+        check_device(name, values, self.template)
         return values
 
     def _check_first(self, rows: Rows, sample_mask: Tensor) -> None:
         """Refuse a `token_mask` that counts a first token with a log-prob: the rows are then responses."""
-        mask, logprobs = rows.first(self.given.data["token_mask"]), rows.first(self.given.values)
+        mask, logprobs = rows.first(self.host.data["token_mask"]), rows.first(self.host.values)
         counted = mask.bool() & sample_mask.bool() & logprobs.isfinite() & (logprobs != 0)
         if bool(counted.any()):
             row = int(counted.nonzero()[0, 0])
@@ -226,7 +226,6 @@ def warn_of_precision(dtype: torch.dtype) -> None:
 
 
 def _tensors(values: Values) -> list[Tensor]:
-    """List the tensors of a field, padded or listed; other values are refused with the shapes."""
     return [x for x in ([values] if isinstance(values, Tensor) else values) if isinstance(x, Tensor)]
 
 

@@ -13,7 +13,7 @@ from parallel_rl.agreement import shape_facts
 from parallel_rl.groups import group_rank, group_size
 from parallel_rl.labels import is_shifted, with_labels
 from parallel_rl.layout import CPLayout, SequenceLayout
-from parallel_rl.losses.core.checks import check_data, check_lengths, check_predicts, check_temperature
+from parallel_rl.losses.core.checks import check_fields, check_lengths, check_predicts, check_temperature
 from parallel_rl.losses.core.one_row import check_tree, head_of_edges, head_of_tokens, rows_of_tokens
 from parallel_rl.losses.core.readers import check_declared
 from parallel_rl.losses.core.source import Agreement, Placed, Source
@@ -55,18 +55,18 @@ class Logits(Source):
         """Split a call's output and complete its data without reading values."""
         head, logits = split_output(output, call.tensor_group)
         reader, data = loss.reader, with_labels(call.data)
-        return cls(loss, logits, replace(call, data=reader.complete(logits, data)), reader, head)
+        return cls(loss, logits, replace(call, data=reader.add_fields(logits, data)), reader, head)
 
     def needs(self) -> Requirements:
         return needs_of(self.loss, self.call.data)
 
     def agreement(self, needs: Requirements, counts: dict[str, float]) -> Agreement:
         call, options = self.call, self.loss.options
-        facts = shape_facts(self.like, options.vocab_size, options.vocab_start)
+        facts = shape_facts(self.template, options.vocab_size, options.vocab_start)
         if call.cut_length is not None:  # the parts need not be even
-            facts["the number of local tokens"] = self.like.shape[0] * call.cut_length
+            facts["the number of local tokens"] = self.template.shape[0] * call.cut_length
         names = ("input_ids", "token_mask", "sample_mask", *(f.name for f in needs.fields if f.per != "local"))
-        alike = Replicated([call.data], names, counts, shards=self.like)
+        alike = Replicated([call.data], names, counts, shards=self.template)
         return Agreement((call.tensor_group, call.context_group), facts, alike)
 
     def check_reads(self, needs: Requirements) -> None:
@@ -80,8 +80,8 @@ class Logits(Source):
         self.reader.check_heads(self.head, heads, call.tensor_group)
 
     def place(self, needs: Requirements) -> Placed:
-        call, logits = self.call, self.like
-        rows, width = check_data(call.data, needs, logits)
+        call, logits = self.call, self.template
+        rows, width = check_fields(call.data, needs, logits)
         layout = self.reader.layout(logits, rows, width, call.context_group)
         layout = layout or layout_of(call, logits, rows, width, self.loss.options.cp_layout)
         return Placed(call.data, needs, layout, call.data)
@@ -93,7 +93,7 @@ class Logits(Source):
                 check_temperature(data, placed.needs)
             if call.packed_sequences is not None:
                 check_lengths(self.loss.scored(data), layout.lengths)
-        self.reader.check(self.like, data, call.tensor_group)
+        self.reader.check(self.template, data, call.tensor_group)
         if call.tree is not None:
             check_tree(call.tree, data, self.loss.scored(data))
         if self.head is not None and layout.tree is None:
@@ -102,13 +102,13 @@ class Logits(Source):
 
     def read(self, local: LocalBatch, placed: Placed) -> tuple[TokenBatch, Tensor | None]:
         group = self.call.tensor_group
-        self.loss.options.check_spans(self.like, group)
-        head, logits, layout = self.head, self.like, local.layout
+        self.loss.options.check_spans(self.template, group)
+        head, logits, layout = self.head, self.template, local.layout
         if head is not None:
-            if layout.tree is not None and self.reader.by_edges:
+            if layout.tree is not None and self.reader.reads_tree:
                 return self.reader.read_head(local, head_of_edges(head, layout.tree, group), group)
             return self.reader.read_head(local, head_of_tokens(head, layout, group), group)
-        if layout.tree is not None and not self.reader.by_edges:
+        if layout.tree is not None and not self.reader.reads_tree:
             logits = rows_of_tokens(logits, layout)
         return self.reader.read(local, logits, group), None
 

@@ -58,7 +58,6 @@ class Account:
         )
 
     def __or__(self, other: Account) -> Account:
-        """Merge the accounts of a sum of two losses."""
         return Account({**self.parts, **other.parts}, {**self.held, **other.held}, {**self.values, **other.values})
 
 
@@ -187,11 +186,8 @@ class Reader(ABC):
     loss: Loss
 
     @property
-    def by_edges(self) -> bool:
-        """Return whether logits of a prefix tree are read in row order, and hidden states by edges.
-
-        By default rows are copied per token.
-        """
+    def reads_tree(self) -> bool:
+        """Return whether `read` takes a prefix tree in row order; by default rows are copied per token."""
         return False
 
     @abstractmethod
@@ -219,7 +215,7 @@ class Reader(ABC):
         for name in heads:
             raise ValueError(f"{name} must be a tensor, got LMHeadInput")
 
-    def complete(self, logits: Tensor | None, data: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    def add_fields(self, logits: Tensor | None, data: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """Add fields that the data may omit; `logits` are None while there is no output."""
         return data
 

@@ -129,7 +129,6 @@ def head_of_edges(head: LMHeadInput, shared: SharedRows, group: ProcessGroup | N
 
 
 def _whole_hidden(head: LMHeadInput, group: ProcessGroup | None) -> Tensor:
-    """Return the hidden states [1, R, D] of all tensor ranks."""
     hidden = head.hidden.transpose(0, 1) if head.sequence_first else head.hidden
     gathered: Tensor = _Gather.apply(hidden, group) if head.sequence_parallel else hidden
     return gathered

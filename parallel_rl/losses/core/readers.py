@@ -93,7 +93,7 @@ class LogProbReader(Reader):
     """Reader of log-probs and entropy, of the whole or a truncated policy."""
 
     @property
-    def by_edges(self) -> bool:
+    def reads_tree(self) -> bool:
         return self.loss.requirements.reads == "log-probs" and self.loss.options.one_policy
 
     def check(self, logits: Tensor, data: Mapping[str, Tensor], tensor_group: ProcessGroup | None) -> None:
@@ -103,7 +103,7 @@ class LogProbReader(Reader):
         options = self.loss.options.for_batch(local)
         if options.truncation:
             return read_truncated_policy(local, logits, tensor_group, options)
-        shared = local.layout.tree if self.by_edges else None
+        shared = local.layout.tree if self.reads_tree else None
         return TokenBatch(
             local, token_output(local, logits, tensor_group, options, self.loss.requirements.entropy, shared)
         )
@@ -113,7 +113,7 @@ class LogProbReader(Reader):
     ) -> tuple[TokenBatch, Tensor | None]:
         if self.loss.requirements.reads == "logits":
             return super().read_head(local, head, tensor_group)
-        shared = local.layout.tree if self.by_edges else None
+        shared = local.layout.tree if self.reads_tree else None
         return project(local, head, tensor_group, self.loss.options.for_batch(local), self.loss.objective, shared)
 
 

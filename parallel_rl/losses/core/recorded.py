@@ -110,7 +110,6 @@ def _numbers(batch: TokenBatch, local: LocalBatch, name: str) -> Tensor:
 
 
 def _at(values: Tensor, by: int) -> Tensor:
-    """Shift [B, S] by `by` columns, with 0 where there is no value."""
     moved = values.roll(by, 1)
     moved[:, 0 if by > 0 else -1] = 0
     return moved
@@ -136,7 +135,6 @@ def _fits(unmoved: float, moved: float, count: float) -> bool:
 
 
 def _empty(label: str, sums: Sequence[float]) -> str:
-    """Return the warning for a field that is 0 at every token."""
     count, _, _, squares, _, _, distance = sums[6:]
     if squares or count < _ENOUGH or distance <= _LEAST * count:
         return ""

@@ -14,7 +14,7 @@ from parallel_rl.labels import with_labels
 from parallel_rl.losses.core.call import HostLogProbs, LossCall, share_of
 from parallel_rl.losses.core.checks import (
     check_counts,
-    check_data,
+    check_fields,
     check_predicts,
     check_statistics,
     check_temperature,
@@ -41,18 +41,18 @@ if TYPE_CHECKING:
     from parallel_rl.metrics import Metrics
 
 
-class Read(NamedTuple):
+class ReadOutput(NamedTuple):
     """Result of `read`.
 
     Attributes:
         loss: of the call; for a DTensor a copy whose options name this rank's columns.
-        whole: the data before the restriction to the tokens that the loss scores.
+        unrestricted: the data before the restriction to the tokens that the loss scores.
         batch: of `compute`.
         carrier: 0 with a gradient made in forward, or None.
     """
 
     loss: Loss
-    whole: LocalBatch
+    unrestricted: LocalBatch
     batch: TokenBatch
     carrier: Tensor | None
 
@@ -75,30 +75,30 @@ def collect(loss: Loss, call: LossCall) -> Statistics:
         what = "needs no statistics of the step" if of_host else "collects nothing from the model's output"
         cure = "; count(...) gives its statistics" if needs.statistics else ""
         raise ValueError(f"{type(loss).__name__} in this configuration {what}{cure}")
-    loss, whole, batch, _ = read(loss, replace(call, statistics=Statistics({})))
+    loss, unrestricted, batch, _ = read(loss, replace(call, statistics=Statistics({})))
     if not of_host:
         return loss.collect_from(batch)
-    counted = count_local(loss, loss.narrowed(replace(whole, statistics=None)))
+    counted = count_local(loss, loss.narrowed(replace(unrestricted, statistics=None)))
     return counted | loss.collect_from(batch) if needs.collected else counted
 
 
-def read(loss: Loss, call: LossCall) -> Read:
+def read(loss: Loss, call: LossCall) -> ReadOutput:
     """Check a call and read the model's output; if one rank's check fails, all its ranks raise ValueError."""
     source = _source(loss, call)
     loss, needs = source.loss, source.needs()
     numbers = known_counts(call.global_valid_seqs, call.global_valid_toks)
     groups, facts, alike = source.agreement(needs, numbers)
-    placed = raise_on_all_ranks(lambda: check(source, call, needs), groups, source.like, facts, alike=alike)
-    device = source.like.device
+    placed = raise_on_all_ranks(lambda: check(source, call, needs), groups, source.template, facts, alike=alike)
+    device = source.template.device
     counts = ValidCounts.of(call.global_valid_seqs, call.global_valid_toks, device)
     statistics = None if call.statistics is None else call.statistics.to(device)
-    whole = LocalBatch(
+    unrestricted = LocalBatch(
         placed.data, placed.layout, counts, call.context_group, placed.needs, statistics, heads=call.heads,
         cut_rows=placed.of_host,
     )  # fmt: skip
     if placed.layout.tree is not None:
-        whole = for_each_token(whole, call.tensor_group)
-    return Read(loss, whole, *source.read(loss.narrowed(whole), placed))
+        unrestricted = for_each_token(unrestricted, call.tensor_group)
+    return ReadOutput(loss, unrestricted, *source.read(loss.narrowed(unrestricted), placed))
 
 
 def _source(loss: Loss, call: LossCall) -> Source:
@@ -131,9 +131,9 @@ def check(source: Source, call: LossCall, needs: Requirements) -> Placed:
 def check_inputs(loss: Loss, data: Mapping[str, Tensor], *, values: bool) -> None:
     """Refuse data that `run` would refuse, on this rank alone and before there is an output; `values` too."""
     check_predicts(type(loss).__name__, loss.requirements, data)
-    data = loss.reader.complete(None, with_labels(data))
+    data = loss.reader.add_fields(None, with_labels(data))
     needs = needs_of(loss, data)
-    check_data(data, needs)
+    check_fields(data, needs)
     if values and checks_values(data["input_ids"]):
         loss.check_data(data, needs)
         check_temperature(data, needs)

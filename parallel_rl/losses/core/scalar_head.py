@@ -72,7 +72,7 @@ class ScalarReader(Reader):
 class PooledReader(ScalarReader):
     """Reader of one number per row."""
 
-    def complete(self, logits: Tensor | None, data: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    def add_fields(self, logits: Tensor | None, data: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         if (logits is not None and logits.dim() == 3) or "sample_mask" not in data:
             return data
         rows = data["sample_mask"].new_ones(data["sample_mask"].numel(), 1)  # no token is read

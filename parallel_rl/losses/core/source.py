@@ -64,17 +64,15 @@ class Agreement(NamedTuple):
 class Source(ABC):
     """Origin of the model's output; `run` calls its methods in their order.
 
-    A further kind of output is a subclass in a file of its own, a type of `LossCall.output`, and a branch of `run._source`.
-
     Until `check_output` has passed on all ranks, a source reads no values of the data and does not communicate.
 
     Attributes:
         loss: that reads it.
-        like: has the device, dtype and leading shape of the output.
+        template: has the device, dtype and leading shape of the output.
     """
 
     loss: Loss
-    like: Tensor
+    template: Tensor
 
     @abstractmethod
     def needs(self) -> Requirements:

@@ -120,7 +120,6 @@ class TurnLayout:
 
 
 def _chunk(layout: SequenceLayout, positions: Tensor) -> Tensor:
-    """Return [B, S] the chunk of its sequence that each position [B, S] lies in."""
     if layout.tree is not None:
         return layout.tree.chunk.gather(1, positions.clamp(min=0))
     first, size = (each[:, None] for each in layout.chunks)
