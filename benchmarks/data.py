@@ -133,7 +133,7 @@ def measure_alone(*arguments: object) -> Figures:
 
 
 def missed(results: dict[str, Figures], records: int) -> list[str]:
-    """The figures that were not met."""
+    """List the missed figures."""
     lines = []
     for kind, figures in results.items():
         flat = [done for done in figures.steps if done.step >= FLAT_FROM]

@@ -27,7 +27,7 @@ from parallel_rl import FullDistillationLossFn, LMHeadInput, count_valid
 from parallel_rl.vocab.linear.plan import LinearMode
 
 MEMORY = 1 / 5  # of the lowest-memory method with whole logits
-TIME = 1.2  # of the fastest one
+TIME = 1.2  # of the fastest method with whole logits
 BETA = 0.5
 LIGER = "Liger fused linear JSD"
 
@@ -88,7 +88,7 @@ def _liger(hidden: Tensor, weight: Tensor, case: Case) -> Tensor:
 
 
 def jsd(logprobs: Tensor, case: Case) -> Tensor:
-    """Stands for the objective in `Case.truths`; it needs more than log-probs."""
+    """Stand-in for the objective in `Case.truths`, which needs more than log-probs."""
     raise NotImplementedError
 
 
@@ -152,7 +152,7 @@ def measure(
 
 
 def missed(results: dict[str, Figures], chosen: Sequence[Method], objective: Objective = jsd) -> list[str]:
-    """The targets that were not met."""
+    """List the missed targets."""
     least_time, least_bytes = best_peer(results, chosen, objective)
     lines = []
     for m in chosen:

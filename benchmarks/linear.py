@@ -166,7 +166,7 @@ def measure_points(
 
 
 def growth_points(shape: Shape, layout: Layout, device: str) -> list[tuple[str, int, Shape, int]]:
-    """(axis, number, shape, processes) as T, V or D doubles, and on a CPU as more processes share the words."""
+    """(axis, number, shape, processes) as T, V or D doubles, and on a CPU as more processes share the vocabulary."""
     points = [
         (axis, n, shape._replace(**{field: n}), layout.tp)
         for axis, field in (("T", "tokens"), ("V", "vocab"), ("D", "hidden"))
@@ -200,7 +200,7 @@ def best_peer(results: dict[str, Figures], chosen: Sequence[Method], objective: 
 
 
 def missed(results: dict[str, Figures], chosen: Sequence[Method], device: str, *, on_h200: bool = False) -> list[str]:
-    """The targets that were not met; a card's are an H200's, `on_h200` at the sizes and the budget that they were set for."""
+    """List the missed targets; a card's are an H200's, `on_h200` at the sizes and the budget that they were set for."""
     lines = []
     for m in chosen:
         mine, mode = results[m.name], m.name.removeprefix("ours, ")

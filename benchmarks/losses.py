@@ -108,7 +108,7 @@ def measure_sequences(tokens: int, vocab: int, repeats: int, device: str) -> dic
                         call()
                     measured.append(clock() / count)
         seconds[name] = [Seconds.of(measured) for measured in times]
-    # last: what ran compiled inside a counter is slower ever after
+    # last: code compiled inside a counter stays slower
     operators = {name: [_operators(call) for call in calls] for name, calls in every.items()}
     return {name: [Figures(*x) for x in zip(SEQUENCES, seconds[name], operators[name], strict=True)] for name in every}
 
@@ -171,7 +171,7 @@ def measure_whole(tokens: int, vocab: int, repeats: int, device: str) -> dict[st
 
 
 def missed(sequences: dict[str, list[Figures]], whole: dict[str, Whole], device: str = "cpu") -> list[str]:
-    """The figures that were not met."""
+    """List the missed figures."""
     lines = []
     for name, rows in sequences.items():
         for row in rows[1:]:

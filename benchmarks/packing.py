@@ -167,7 +167,7 @@ def measure_growth(median: int, sigma: float, longest: int, tokens: int) -> Grow
 
 
 def missed(results: Results, ranks: int) -> list[str]:
-    """The figures that were not met: full, even, and soon done."""
+    """List the missed figures: full, even, and soon done."""
     lines = []
     for case, figures in results.items():
         ours, limit = figures[OURS], SECONDS_A_SEQUENCE * case.sequences * ranks

@@ -47,7 +47,7 @@ def _compiled(logits: Tensor, targets: Tensor) -> Tensor:
 
 @cache
 def _compile_plain() -> CrossEntropy:
-    """Not at import: the compiler takes two seconds to come."""
+    """Compile on first use, not at import: the compiler takes two seconds to load."""
     return torch.compile(_plain)
 
 
@@ -128,13 +128,13 @@ def peers(device: str, tp: int = 1) -> list[Peer]:
 
 @cache
 def imports(module: str) -> bool:
-    """Whether a peer's module is there; one that is installed and cannot be imported is left out with a line that says why."""
+    """Return whether a peer's module can be imported; print why an installed one cannot."""
     package = module.split(".")[0]
     if find_spec(package) is None:
         return False
     try:
         import_module(module)
-    except Exception as error:  # whatever a package raises that wants another one, or a card
+    except Exception as error:  # a package may raise anything without its dependency or a card
         _broken[module] = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
         print(f"not run: {package}: {_broken[module]}", flush=True)
         return False
@@ -142,7 +142,7 @@ def imports(module: str) -> bool:
 
 
 def broken() -> Mapping[str, str]:
-    """The modules of installed peers that `imports` was asked for in vain, and why."""
+    """List installed peers whose import failed, and why."""
     return dict(_broken)
 
 
@@ -165,7 +165,7 @@ def join_megatron(tp: int = 1) -> None:
         backend = "nccl" if torch.cuda.is_available() else "gloo"
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # it tells of each fallback for Transformer Engine; none matters here
+        warnings.simplefilter("ignore")  # Megatron's Transformer Engine fallbacks do not matter here
         from megatron.core import parallel_state
 
         parallel_state.initialize_model_parallel(tensor_model_parallel_size=tp)

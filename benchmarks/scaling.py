@@ -30,7 +30,7 @@ FLAT = 0.01  # our exponent of operators with the number of sequences
 
 
 class Point(NamedTuple):
-    """One packed row: T tokens in some sequences, V words on some tensor ranks."""
+    """One packed row: T tokens in some sequences, V vocabulary entries on some tensor ranks."""
 
     tokens: int
     vocab: int
@@ -112,7 +112,7 @@ def measure(rank: int, points: Sequence[Point], repeats: int) -> list[dict[str, 
                     step()
                     times[name].append(clock())
         found.append({name: Seconds.of(times[name]) for name in steps})
-    # last: what ran compiled inside a counter is slower ever after
+    # last: code compiled inside a counter stays slower
     return [
         {name: Figures(seconds[name], *_counted(step)) for name, step in _steps(rank, point).items()}
         for point, seconds in zip(points, found, strict=True)
@@ -209,7 +209,7 @@ def exponents(results: Results) -> dict[str, dict[str, dict[str, float]]]:
 
 
 def missed(results: Results) -> list[str]:
-    """The figures that were not met."""
+    """List the missed figures."""
     lines = []
     for axis, of in exponents(results).items():
         grown = of[OURS]["seconds"]
@@ -219,7 +219,7 @@ def missed(results: Results) -> list[str]:
             lines.append(f"our operators grow with sequences to the power {of[OURS]['operators']:.2f}, over {FLAT}")
         for n, mine in results[axis][OURS].items():
             ratio = results[axis][LOOP][n].seconds.least / mine.seconds.least
-            if ratio <= 1 and (axis, n) != ("sequences", 1):  # it loops over nothing there
+            if ratio <= 1 and (axis, n) != ("sequences", 1):  # the peer's loop has one pass there
                 lines.append(f"{axis} {n}: the loop takes {ratio:.2f} x our time")
     return lines
 

@@ -155,7 +155,7 @@ def over_ranks(ranks: list[Figures]) -> Figures:
 
 
 def missed(results: dict[str, dict[str, Figures]]) -> list[str]:
-    """The figures that were not met: ours ahead of every peer on both passes, and hardly any memory in place."""
+    """List the missed figures: ours ahead of every peer on both passes, and hardly any memory in place."""
     lines = []
     for dtype, figures in results.items():
         ours = figures[OURS]

@@ -144,7 +144,7 @@ def measure(chosen: list[Method], case: Case, repeats: int, device: str, checked
 
 
 def missed(results: dict[str, Figures], chosen: list[Method], copy: float, card: str, is_the_shape: bool) -> list[str]:
-    """The figures that were not met; those in ms are of one card and one shape."""
+    """List the missed figures; those in ms are of one card and one shape."""
     lines = []
     for m in chosen:
         theirs = results[m.name]

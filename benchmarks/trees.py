@@ -213,7 +213,7 @@ def _check(model: Any, flat: Callable[[], Any], tree: Callable[[], Any], case: C
 
 
 def missed(results: dict[Case, Figures]) -> list[str]:
-    """The figures that were not met."""
+    """List the missed figures."""
     lines = []
     for case, one in results.items():
         least = REACHED * one.flops_ratio if case.prompt else NOTHING_SHARED

@@ -35,7 +35,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 MAX_EXTRA, MAX_EXTRA_TOP_P = 0.1, 0.2
 LOGPROB_ERROR = 1e-4  # nats
 GRADIENT_ERROR = {torch.float32: 1e-5, torch.bfloat16: 4e-3}
-# The sum of sorted float32 probabilities is off by enough to keep a few words more or fewer.
+# The sum of sorted float32 probabilities is off by enough to keep a few tokens more or fewer.
 PEER_ERROR = 1e-2
 
 
@@ -166,7 +166,7 @@ def run(
 
 
 def missed(results: Results) -> list[str]:
-    """The figures that were not met: ours ahead of every peer on both passes, and hardly any memory in place."""
+    """List the missed figures: ours ahead of every peer on both passes, and hardly any memory in place."""
     lines = []
     for dtype, rules in results.items():
         for rule, figures in rules.items():

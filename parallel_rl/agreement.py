@@ -33,7 +33,7 @@ _AGREED = "_faults_of_ranks"  # an attribute of errors that ranks agreed on, for
 
 
 class Unavailable(RuntimeError):
-    """An outside service does not answer now, and may later; the unfinished work can be done then.
+    """An outside service does not answer now and may later; the unfinished work can then be done.
 
     >>> issubclass(Unavailable, RuntimeError)
     True
@@ -58,13 +58,12 @@ def raise_on_all_ranks(
     Args:
         work: a check of this rank's input, or anything that may fail on one rank alone.
         groups: whose collectives come next; None entries are groups of one. None: the world, if there is one.
-        like: input that `work` checks the values of; where the mode does not look at them (`set_validation`), `work` runs
-            without a collective. None: ranks always exchange their faults.
-        same: numbers by name that all ranks of the groups must agree in, such as the number of tokens; the names are
-            the same everywhere.
+        like: input whose values `work` checks; if the mode skips values (`set_validation`), `work` runs without a
+            collective. None: ranks always exchange their faults.
+        same: numbers by name that all ranks of the groups must agree in, such as the number of tokens; same names everywhere.
         what: put before the causes.
-        alike: data that the ranks of each group must hold alike; its checksum joins the exchange. Where checksums differ, one
-            more collective compares the fields. Every rank of a group gives one, or none does.
+        alike: data that the ranks of each group must hold alike, on every rank of a group or none. Its checksum joins the
+            exchange; where checksums differ, a second collective compares the fields.
 
     Raises:
         ValueError: raised by `work` on any rank, or a number or a field in which ranks differ.
@@ -76,7 +75,7 @@ def raise_on_all_ranks(
     if not (real or what) or (like is not None and not checks_values(like)):
         return work()
     result, error = _attempt(work)
-    # One group after the other: whoever heard of a fault over the first passes it on over the second.
+    # One group after the other: a rank passes on over the second group a fault it received over the first.
     faults = _known(error)
     home = torch.device("cpu") if like is None else like.device
     checksum = alike.checksum() if alike is not None and not any(faults.values()) else 0
@@ -93,13 +92,7 @@ def raise_on_all_ranks(
 
 
 def gather_results(work: Callable[[], ResultT], what: str = "") -> list[ResultT]:
-    """Return `work()` of every rank (without a world: of this process), in order and pickled.
-
-    Errors: see `raise_on_all_ranks`.
-
-    >>> gather_results(lambda: "a")
-    ['a']
-    """
+    """Gather `work()` of every rank of the world, in order and pickled; raise as `raise_on_all_ranks`."""
     result = raise_on_all_ranks(work, what=what)
     results = [result] * group_size(dist.group.WORLD)
     if len(results) > 1:
@@ -152,10 +145,7 @@ def check_replicated(gradients: Sequence[Tensor | None], group: ProcessGroup | N
 
 
 def shape_facts(logits: Tensor, vocab_size: int | None, vocab_start: int | None = None) -> dict[str, int]:
-    """Return the facts in which ranks with a common batch must agree.
-
-    They are: tokens, how shards are given, and their width without `vocab_size`.
-    """
+    """Collect what ranks with a common batch must agree in: tokens, how shards are given, their width."""
     width = logits.shape[-1] if logits.dim() else 1
     return {
         "the number of local tokens": logits.shape[:-1].numel(),  # a shard may have no column
@@ -165,18 +155,14 @@ def shape_facts(logits: Tensor, vocab_size: int | None, vocab_start: int | None 
 
 
 def communication_device(group: ProcessGroup | None, home: torch.device) -> torch.device:
-    """Device of the tensors that `group`'s collectives take; `home` without NCCL."""
+    """Return the device of the tensors that `group`'s collectives take; `home` without NCCL."""
     if group_size(group) > 1 and dist.get_backend(group) == "nccl":
         return torch.device("cuda", torch.cuda.current_device())
     return home
 
 
 def sum_over_groups(x: Tensor, groups: Sequence[ProcessGroup | None]) -> Tensor:
-    """Σ of x over the ranks of one group after the other, on the device of x, which may be overwritten.
-
-    >>> sum_over_groups(torch.tensor([1.0, 2.0]), [None])
-    tensor([1., 2.])
-    """
+    """Sum x over the ranks of one group after the other, on x's device; may overwrite x."""
     home = x.device
     for group in groups:
         x = reduce_(x.to(communication_device(group, home)), group)
@@ -184,11 +170,7 @@ def sum_over_groups(x: Tensor, groups: Sequence[ProcessGroup | None]) -> Tensor:
 
 
 def describe(error: BaseException) -> str:
-    """Render an error's kind and message in one line.
-
-    >>> describe(OSError("disk full"))
-    'OSError: disk full'
-    """
+    """Render an error's kind and message in one line."""
     lines = [line.strip() for line in str(error).strip().splitlines()]
     if not isinstance(error, Exception | SystemExit):  # a CheckpointException: tracebacks, with the cause at the end
         return lines[-1] if lines else type(error).__name__
@@ -206,7 +188,7 @@ class _Fault:
         return cls(describe(error) if kind is RuntimeError else str(error), kind)
 
 
-_Faults = Mapping[int, _Fault | None]  # of each rank that was heard of
+_Faults = Mapping[int, _Fault | None]  # of each rank heard from
 
 
 def _known(error: BaseException | None) -> dict[int, _Fault | None]:
@@ -219,7 +201,7 @@ def _known(error: BaseException | None) -> dict[int, _Fault | None]:
 def _attempt(work: Callable[[], ResultT]) -> tuple[ResultT | None, BaseException | None]:
     try:
         return work(), None
-    except (Exception, SystemExit) as error:  # a user's function may call sys.exit, and the others would wait for it
+    except (Exception, SystemExit) as error:  # a user's function may call sys.exit while the other ranks wait
         return None, error
     except BaseException as error:
         from torch.distributed.checkpoint import CheckpointException  # is no Exception, and takes 1 s to import
@@ -280,7 +262,6 @@ def _of_all(group: ProcessGroup, cause: str) -> _Faults:
 
 
 def _message(what: str, faults: _Faults) -> str:
-    """Join the causes, each once with its ranks, unless all have the same."""
     ranks: dict[str, list[str]] = {}
     for rank, fault in sorted(faults.items()):
         if fault is not None:

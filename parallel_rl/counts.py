@@ -85,19 +85,17 @@ def count_valid(
     (4, 12)
 
     Args:
-        batches: every micro-batch that this rank trains on in the step (or the only one), each whole on its context
-            ranks, with `token_mask` [B, S] and `sample_mask` [B], or `shift_labels` [B, S] of which every column counts that
-            is not −100. A rank without a micro-batch passes an empty list.
+        batches: every micro-batch of this rank's step (or the only one), whole on its context ranks: `token_mask` [B, S] and
+            `sample_mask` [B], or `shift_labels` [B, S], whose columns count unless −100. Empty list: no micro-batch.
         data_parallel_group: without context parallelism; None is a group of one.
 
     Returns:
         (seqs, toks), int64 scalars, each at least 1.
 
     Raises:
-        ValueError: a mask that is missing or of another shape; shift_labels beside input_ids; a mask with other values than 0
-            and 1, which would count as 1.
-            On all ranks of the group, see `set_validation`; values on a device fail there, in an assertion without a host
-            sync, except in its mode "never".
+        ValueError: on all ranks of the group (see `set_validation`): a missing or misshapen mask, shift_labels beside
+            input_ids, a mask with values other than 0 and 1. Values on a device fail there, in an assertion without a host
+            sync, except in mode "never".
 
     A row with sample_mask 1 and no valid token counts as a sequence; where values are checked, rank 0 warns of such rows once.
     """
@@ -147,7 +145,7 @@ def global_group_ids(group_ids: Tensor, data_parallel_group: ProcessGroup | None
     """Make this data rank's group ids unique over all data ranks, [N] int64; one all-gather.
 
     `group_ids` of a loss and of `estimate` are global: rows of one id are one prompt, on any data ranks. Call it with the rows
-    of all micro-batches of the step. Use it for `run_ids`, too.
+    of all micro-batches of the step, also for `run_ids`.
 
     >>> global_group_ids(torch.tensor([0, 0, 1]), None)  # the second data rank gets [2, 2, 3]
     tensor([0, 0, 1])
@@ -178,11 +176,7 @@ def global_group_ids(group_ids: Tensor, data_parallel_group: ProcessGroup | None
 
 
 def own_counts(data: Mapping[str, Tensor], shift: bool = True) -> list[Tensor]:
-    """[N_seq, N_tok] of a batch alone, scalars; without a shift column 0 counts, too.
-
-    >>> own_counts({"token_mask": torch.ones(2, 4), "sample_mask": torch.tensor([1, 0])})
-    [tensor(1), tensor(3)]
-    """
+    """Count [N_seq, N_tok] of a batch alone, scalars; without a shift column 0 counts, too."""
     return [data["sample_mask"].bool().sum(), valid_tokens(data, shift).sum()]
 
 
@@ -223,7 +217,6 @@ def check_zeros_and_ones(*batches: Mapping[str, Tensor], names: Sequence[str] = 
 
 
 def _fractional(mask: Tensor) -> Tensor:
-    """[...] bool: neither 0 nor 1."""
     return torch.zeros_like(mask) if mask.dtype == torch.bool else (mask != 0) & (mask != 1)
 
 
@@ -245,8 +238,7 @@ def token_weights(
     """Compute the weight of each sequence's tokens in the loss, [B] float64.
 
     token-mean 1/N_tok; seq-mean-token-mean 1/(N_seq·n_i); seq-mean-token-sum 1/N_seq; constant-length 1/(N_seq·L_max);
-    token-sum 1, for a caller who divides. Those of turns, prompts and trajectories follow from more than these counts, see
-    `parallel_rl.losses.core.aggregation`.
+    token-sum 1, for a caller who divides. For turns, prompts and trajectories see `parallel_rl.losses.core.aggregation`.
 
     >>> counts = ValidCounts(torch.tensor(2), torch.tensor(10))
     >>> token_weights("seq-mean-token-mean", torch.tensor([4, 6]), counts).tolist()

@@ -21,11 +21,7 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 
 
 def group_size(group: ProcessGroup | None) -> int:
-    """Count the ranks of `group`; None is a group of one.
-
-    >>> group_size(None)
-    1
-    """
+    """Count the ranks of `group`; None is a group of one."""
     return 1 if group is None else dist.get_world_size(group)
 
 
@@ -35,12 +31,9 @@ def group_rank(group: ProcessGroup | None) -> int:
 
 
 def job_backend() -> str:
-    """Name the backend of a job's default group: NCCL on GPUs, one for each rank of a machine, else gloo.
+    """Return the backend of a job's default group: NCCL with a GPU for each local rank, else gloo.
 
-    PARALLEL_RL_BACKEND=gloo lets several ranks share a GPU.
-
-    Raises:
-        ValueError: this machine has fewer GPUs than ranks; an unknown PARALLEL_RL_BACKEND.
+    PARALLEL_RL_BACKEND=gloo lets several ranks share a GPU. ValueError for another value, or for fewer GPUs than ranks.
     """
     devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
@@ -66,7 +59,7 @@ def take_device() -> torch.device:
 
 
 def current_device() -> torch.device:
-    """Return this process's present GPU; the CPU where there is none."""
+    """Return this process's selected GPU, or the CPU."""
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
 
@@ -88,7 +81,7 @@ def all_gather(x: Tensor, group: ProcessGroup | None) -> Tensor:
 
 
 class Pending(NamedTuple):
-    """A collective under way, and the tensor that will hold its result."""
+    """A collective under way, and its future result."""
 
     result: Tensor
     work: dist.Work | None
@@ -101,10 +94,7 @@ class Pending(NamedTuple):
 
 
 def all_gather_start(x: Tensor, group: ProcessGroup | None, out: Tensor | None = None) -> Pending:
-    """Start to gather [n, ...] to [ranks · n, ...] in rank order.
-
-    The result goes into `out` if given; one rank alone ignores it.
-    """
+    """Start to gather [n, ...] to [ranks · n, ...] in rank order, into `out` if given and ranks > 1."""
     size = group_size(group)
     if size == 1:
         return Pending(x, None)
@@ -139,31 +129,17 @@ def group_sum(x: Tensor, group: ProcessGroup | None) -> Tensor:
 
 
 def sum_over_ranks(number: int, group: ProcessGroup | None, device: torch.device | None = None) -> int:
-    """Σ of an integer over the ranks of `group`, which communicates from `device`.
-
-    >>> sum_over_ranks(3, None)
-    3
-    """
+    """Σ of an integer over the ranks of `group`, which communicates from `device`."""
     return _reduce_integer(number, dist.ReduceOp.SUM, group, device)
 
 
 def max_over_ranks(number: int, group: ProcessGroup | None, device: torch.device | None = None) -> int:
-    """Return the largest integer of the ranks of `group`, which communicates from `device`.
-
-    >>> max_over_ranks(3, None)
-    3
-    """
+    """Return the largest integer of the ranks of `group`, which communicates from `device`."""
     return _reduce_integer(number, dist.ReduceOp.MAX, group, device)
 
 
 def mean_over_ranks(values: Tensor, group: ProcessGroup | None, device: torch.device | None = None) -> float:
-    """Return the mean of the values of all ranks of `group`; NaN without values.
-
-    The group communicates from `device`.
-
-    >>> mean_over_ranks(torch.tensor([1.0, 2.0]), None)
-    1.5
-    """
+    """Return the mean of the values of all ranks of `group`, from `device`; NaN without values."""
     total = torch.tensor([float(values.sum()), float(values.numel())], dtype=torch.float64, device=device)
     reduce_(total, group)
     return float(total[0] / total[1])

@@ -1,7 +1,7 @@
 """Map from local positions to tokens of sequences: padded and packed rows, both context-parallel layouts.
 
-Every index is computed here once, with tensor operations and without waiting for the device. Legend: B sequences, S tokens a
-row of the data, T positions of the (packed) row, `local` this context rank's part.
+Every index is computed once, by tensor operations, without a host wait. Legend: B sequences, S tokens a row of the data,
+T positions of the (packed) row, `local` this context rank's part.
 """
 
 from __future__ import annotations
@@ -89,9 +89,7 @@ class SequenceLayout:
     ) -> SequenceLayout:
         """Lay out rows of one length, logits [B, S/cp, V/tp]; `uneven` makes `torch.chunk`'s contiguous parts.
 
-        Raises:
-            ValueError: `seq_len` is not divisible by 2·cp (zigzag) or cp (contiguous), a rank outside the group, an
-                unknown layout.
+        ValueError: `seq_len` not divisible by 2·cp (zigzag) or cp (contiguous), a rank outside the group, an unknown layout.
         """
         _check_cp(cp_size, cp_rank, cp_layout)
         parts = _parts(cp_size, cp_layout)
@@ -160,7 +158,7 @@ class SequenceLayout:
             ids = torch.searchsorted(offsets[1:], place, right=True).clamp_(max=count - 1)
             start, size = offsets[ids], bounds.diff()[ids]
             positions = _zigzag(place - start, size // (2 * cp_size), cp_size, cp_rank)
-            # beyond the last sequence the formula gives places of other ranks inside it
+            # past the last sequence the formula yields places of other ranks
             positions = torch.where(place < offsets[-1], positions, bounds[-1])
             chunks = torch.zeros_like(lengths), bounds.diff() // (2 * cp_size)
         else:  # one rank holds the row in order under any layout
@@ -233,9 +231,9 @@ class SequenceLayout:
     def unshard(self, local: Tensor, context_group: ProcessGroup | None = None, shift: bool = True) -> Tensor:
         """Invert `shard`: [T_local, ...] to [B, S, ...] on every context rank, 0 if nothing predicts a token."""
         index, valid = self.places(shift)
-        whole = local.new_zeros(self.shape[0] * self.shape[1] + 1, *local.shape[1:])
-        whole = whole.index_put((torch.where(valid, index, len(whole) - 1),), local)[:-1]
-        return group_sum(whole.view(*self.shape, *local.shape[1:]), context_group)
+        full = local.new_zeros(self.shape[0] * self.shape[1] + 1, *local.shape[1:])
+        full = full.index_put((torch.where(valid, index, len(full) - 1),), local)[:-1]
+        return group_sum(full.view(*self.shape, *local.shape[1:]), context_group)
 
     def segment_sum(self, x: Tensor, context_group: ProcessGroup | None = None) -> Tensor:
         """Sum [T_local] over each sequence, over all context ranks: [B], in float64 inside, differentiable."""

@@ -63,9 +63,7 @@ Measure = Mean | Sum | MinMax
 
 
 class Metrics(Mapping[str, "Tensor"]):
-    """Metrics of a loss on this rank: name → device scalar.
-
-    Reading one never communicates; `reduce_metrics` combines them.
+    """Metrics of a loss on this rank: name → device scalar; `reduce_metrics` combines them.
 
     >>> metrics = Metrics({"loss": Metric("share", torch.tensor(0.5)), "tokens": Metric("count", torch.tensor(3.0))})
     >>> metrics  # the numbers of this rank; printing waits for the device
@@ -130,14 +128,13 @@ def reduce_metrics(metrics: Metrics | Sequence[Metrics], groups: ParallelGroups 
     >>> {name: float(value) for name, value in reduce_metrics([part, part]).items()}
     {'loss': 0.5, 'ratio_max': 1.5}
 
-    Shares and counts are summed, extrema stay extrema, a ratio is divided (the numerator of a square-ratio squared) last. Every
-    rank of the last pipeline stage calls it with the metrics of its micro-batches of one step; it costs one all-gather of the K
-    parts and their names (two, where `groups` has no `data_context` group and both context and data parallelism are on; see
-    `gather_named`).
+    Shares and counts are summed, extrema stay extrema; ratios are divided (the numerator of a square-ratio squared) last. Every
+    rank of the last pipeline stage calls it with its step's metrics. It costs one all-gather of the K parts and their names, or
+    two with both context and data ranks and no `groups.data_context`; see `gather_named`.
 
     Args:
-        metrics: those of one call, or a list with an entry for each micro-batch, all with the same names. A rank without a
-            micro-batch passes an empty list, and gets the same numbers as the others.
+        metrics: those of one call, or a list of the micro-batches' with the same names. A rank without a micro-batch passes
+            an empty list, and gets the same numbers as the others.
         groups: context and data groups; None is one process.
 
     Raises:

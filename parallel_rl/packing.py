@@ -50,8 +50,8 @@ class SequencePackingLossWrapper(LossWrapper):
         loss_fn: any loss of this library.
         cu_seqlens_q: [B + 1] integer, true lengths summed up from 0.
         cu_seqlens_q_padded: [B + 1] integer, with each sequence's padding; None where there is none.
-        tail: positions at the end of the row that belong to no sequence, where a packer aligns the row by a segment of its own
-            (slime, Megatron): leave that segment's bound out, and give its length.
+        tail: positions at the row's end that belong to no sequence, if a packer aligns the row by a segment of its own (slime,
+            Megatron): leave that segment's bound out, and give its length.
 
     Raises:
         ValueError: at the call, on all ranks: bounds that do not increase or do not end at T − tail, padded lengths that are

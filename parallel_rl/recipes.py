@@ -46,12 +46,10 @@ def find_recipe(name: str) -> Path:
 def load_recipe(name: str) -> tuple[type[LossFn], object]:
     """Load the loss class of a recipe and its config; for a recipe with a critic, those of the policy.
 
-    >>> loss_class, config = load_recipe("GSPO")
-    >>> loss_class.__name__
+    >>> load_recipe("GSPO")[0].__name__
     'PolicyLossFn'
 
-    Raises:
-        ValueError: an unknown name, with the nearest one; options that do not fit.
+    ValueError: an unknown name, with the nearest one; options that do not fit.
     """
     from parallel_rl.losses.choice import LossConfig  # and with it torch, which a list of names does without
 
@@ -81,11 +79,7 @@ def loss_of(tree: Mapping[str, object]) -> Mapping[str, object] | None:
 
 
 def main_section(tree: Mapping[str, object]) -> tuple[str, Mapping[str, object]]:
-    """Return the name of a recipe's main section and the section; "" and the recipe if there is no run.
-
-    >>> main_section({"run": {"seed": 0}, "sft": {"loss": {"name": "nll"}}})[0]
-    'sft'
-    """
+    """Return the name of a recipe's main section and the section; "" and the recipe if there is no run."""
     sections = ((name, value) for name, value in tree.items() if isinstance(value, Mapping) and "loss" in value)
     return next(sections, ("", tree))
 

@@ -1,4 +1,4 @@
-"""Fields and numbers that ranks must hold alike, compared by one checksum; the field that differs is named where one does."""
+"""Fields and numbers that ranks must hold alike, compared by one checksum; errors name the field that differs."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ if TYPE_CHECKING:
     from typing_extensions import Buffer
 
 _MASKS = ("token_mask", "sample_mask")
-_CLOSE = 1e-3  # relative; a field that ranks computed on GPUs may differ in its last bits
+_CLOSE = 1e-3  # relative; GPUs may differ in a field's last bits
 _TINY = 1e-6
-_PERIOD = 997  # of the positions' weights, a prime, so that rows that are swapped or moved differ
+_PERIOD = 997  # prime period of the positions' weights: swapped or moved rows differ
 _LARGE = 1e4  # in place of an infinite value
-_ROWS, _COLUMNS = 4, 1024  # of a shard that are looked at
+_ROWS, _COLUMNS = 4, 1024  # compared part of a shard
 #: for the tensor group and the context group
 _ADVICE = (
     "tensor ranks compute one loss: give all of them the same data and counts",
@@ -39,11 +39,11 @@ class Replicated:
 
     Attributes:
         batches: micro-batches; only tensors are compared.
-        names: fields that are compared; masked places of any of them may differ, and floats by their rounding.
+        names: fields that are compared; masked places may differ, and floats by rounding.
         numbers: numbers that are compared, by name.
-        whole: names of integer fields of which masked places count too.
+        whole: names of integer fields whose masked places count too.
         advice: the end of the message for each group of the agreement.
-        shards: this rank's columns of logits [..., V/tp], which must not be the same on all ranks of the first group.
+        shards: this rank's columns of logits [..., V/tp], which must differ within the first group.
     """
 
     batches: Sequence[Mapping[str, object]] = ()
@@ -54,7 +54,7 @@ class Replicated:
     shards: Tensor | None = None
 
     def checksum(self) -> int:
-        """CRC-32 of the bytes of all numbers and fields."""
+        """Compute the CRC-32 of the bytes of all numbers and fields."""
         crc = zlib.crc32(repr(sorted(self.numbers.items())).encode()) if self.numbers else 0
         for data in self.batches:
             for name in self.names:
@@ -64,10 +64,7 @@ class Replicated:
         return crc
 
     def shard_checksum(self) -> int:
-        """Compute the CRC-32 of a few rows of the shard.
-
-        0 where they are constant or not finite, and without a shard.
-        """
+        """Compute the CRC-32 of a few rows of the shard; 0 if it is missing, constant or not finite."""
         if self.shards is None or self.shards.dim() < 2 or not self.shards.numel():
             return 0
         rows = self.shards.detach().flatten(0, -2)
@@ -89,7 +86,7 @@ class Replicated:
         return sums
 
     def difference(self, of_ranks: Sequence[Sums], ranks: Sequence[int], group: int) -> str:
-        """Name the first number or field in which ranks of the group differ; "" without any."""
+        """Name the first number or field in which ranks of the group differ; "" if none does."""
         for name in of_ranks[0]:
             for (one, mine), (other, theirs) in pairwise(zip(ranks, of_ranks, strict=True)):
                 if name not in mine or name not in theirs:

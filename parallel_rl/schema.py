@@ -1,4 +1,4 @@
-"""Numbers by name, gathered from ranks; some have no numbers and do not know the names."""
+"""Numbers by name, gathered from all ranks; ranks without numbers do not know the names."""
 
 from __future__ import annotations
 
@@ -26,8 +26,7 @@ class Gathered(NamedTuple):
 
     Attributes:
         names: K of them, the same on every rank.
-        rows: [ranks, K] float64, 0 on a rank that has none.
-        there: [ranks] bool, which ranks have them.
+        rows: [ranks, K] float64, 0 on a rank without numbers. there: [ranks] bool, which ranks have numbers.
     """
 
     names: list[str]

@@ -41,8 +41,7 @@ def sum_groups(x: Tensor, index: Tensor, number: int) -> Tensor:
     >>> sum_groups(torch.tensor([1.0, 2.0, 4.0]), torch.tensor([1, 0, 1]), 3).tolist()
     [2.0, 5.0, 0.0]
 
-    Args:
-        index: [M] the group of each place, from 0 to `number` − 1.
+    `index` is [M], the group of each place, from 0 to `number` − 1.
     """
     groups = Groups.of(index, number)
     return sum_segments(x[groups.order], groups.offsets, groups.ids)
@@ -86,7 +85,7 @@ class Groups:
         return places
 
     def any(self, mask: Tensor) -> Tensor:
-        """Say for each value [n] whether one of its places [M] is marked."""
+        """Return for each value [n] whether one of its places [M] is marked."""
         none = torch.zeros(len(self.offsets) - 1, dtype=torch.uint8, device=mask.device)
         return none.scatter_reduce(0, self.index, mask.to(torch.uint8), "amax").bool()
 
@@ -95,7 +94,7 @@ class Groups:
 class SharedRows:
     """How the flat tokens [F] of a context rank share the R rows of its logits, and their edges.
 
-    A row with one edge is scored by its own target. The edges of branching rows follow: X more.
+    Edges of branching rows follow: X more. A row with one edge is scored by its own target.
 
     Attributes:
         rows: the row of each flat token, F places of R values.
@@ -120,13 +119,7 @@ def sum_sorted(x: Tensor, order: Tensor, offsets: Tensor) -> Tensor:
 
 
 def running_sum(x: Tensor) -> Tensor:
-    """Sum [..., n] up to each place of the last dimension, by doubling; the same bits on every rank.
-
-    `cumsum` of floats is not deterministic on a card.
-
-    >>> running_sum(torch.tensor([1.0, 2.0, 4.0, 8.0])).tolist()
-    [1.0, 3.0, 7.0, 15.0]
-    """
+    """Sum [..., n] up to each place of the last dimension, by doubling; deterministic, unlike `cumsum`."""
     step = 1
     while step < x.shape[-1]:
         x = torch.cat([x[..., :step], x[..., step:] + x[..., :-step]], -1)

@@ -1,4 +1,4 @@
-"""Statistics of a whole optimizer step, reduced before its first gradient: sums, samples for order statistics, and records."""
+"""Statistics of a whole optimizer step, reduced before its first gradient: sums, samples and records."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from parallel_rl.schema import gather_named
 class Statistics(Mapping[str, Tensor]):
     """Named scalar sums, samples [N] and records [R] of a step, for a call's `statistics=`.
 
-    A loss that needs them has two ways to get them. `count(micro_batches, data_group)` looks at the data alone and costs no
-    forward; `collect(<the same call>)` looks at the model's output, without gradient, on every micro-batch of the step. `a + b`
-    joins micro-batches, `reduce` joins ranks, `a | b` joins what was counted and what was collected:
+    A loss that needs statistics gets them in two ways. `count(micro_batches, data_group)` reads the data alone.
+    `collect(<the same call>)` reads the model's output, without gradient, on every micro-batch. `a + b` joins micro-batches,
+    `reduce` joins ranks, `a | b` joins counted and collected statistics:
 
         statistics = loss_fn.count([first_data, second_data], data_group)
         if loss_fn.needs_collect:
@@ -31,10 +31,10 @@ class Statistics(Mapping[str, Tensor]):
 
     Args:
         sums: 0-dim tensors, each this rank's own part. As a mapping, the statistics are these sums.
-        samples: [n] tensors of one length, one entry a local token or sequence, for other statistics than sums (a quantile, the
-            largest k). An entry that is masked or that another rank owns is NaN, in each of them; it sorts last.
-        records: [r] integer tensors of one length, one entry per row (an id, its number of tokens), of data that context ranks
-            share: they are gathered over data ranks only, in rank order.
+        samples: [n] tensors of one length, one entry a token or sequence, for order statistics (a quantile, the top k).
+            An entry that is masked or owned by another rank is NaN in each of them; it sorts last.
+        records: [r] integer tensors of one length, an entry per row (an id, its number of tokens), of data that context ranks
+            share: gathered over data ranks only, in rank order.
     """
 
     def __init__(
@@ -108,9 +108,9 @@ class Statistics(Mapping[str, Tensor]):
     def reduce(self, groups: ParallelGroups | None = None) -> Statistics:
         """Sums, and samples of all, over context and data ranks; records of all, over data ranks.
 
-        A rank without a micro-batch calls it on `Statistics({})`, with the same result. It costs one all-gather of the names
-        and one all-reduce a group (one in all with `groups.data_context`). Samples and records cost two all-gathers each: of
-        their number, which the host waits for, and of the values.
+        A rank without a micro-batch calls it on `Statistics({})`, with the same result. It costs an all-gather of names and an
+        all-reduce a group (one with `groups.data_context`). Samples and records cost two all-gathers each: of their number,
+        for which the host waits, and of their values.
 
         Raises:
             ValueError: ranks with statistics of different losses, where values are checked.
@@ -141,23 +141,21 @@ class Statistics(Mapping[str, Tensor]):
         names = [f"{kind} {name}" for kind, part in parts.items() for name in sorted(part)]
         like = next((value for part in parts.values() for value in part.values()), torch.zeros(0))
         device = like.device if names else communication_device(group, like.device)
-        said = gather_named(names, torch.zeros(len(names), dtype=torch.float64, device=device), group).names
+        keys = gather_named(names, torch.zeros(len(names), dtype=torch.float64, device=device), group).names
         if names:
             return self
         nothing = {"sum": torch.zeros((), device=device)}
         return Statistics(*(
-            {name.partition(" ")[2]: nothing.get(kind, torch.zeros(0, device=device)) for name in said if name.startswith(kind)}
+            {name.partition(" ")[2]: nothing.get(kind, torch.zeros(0, device=device)) for name in keys if name.startswith(kind)}
             for kind in parts
         ))  # fmt: skip
 
 
 def _columns(values: Mapping[str, Tensor], names: list[str]) -> Tensor:
-    """[n, K] of K named [n]; [0, 0] without any."""
     return torch.stack([values[name] for name in names], 1) if names else torch.zeros(0, 0)
 
 
 def _gather_rows(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """Gather the rows of [n, K] of all ranks in rank order; n may differ between ranks."""
     if group_size(group) == 1 or not x.shape[1]:
         return x
     rows = all_gather(torch.tensor([len(x)], device=x.device), group).flatten().tolist()

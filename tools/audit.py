@@ -1,4 +1,4 @@
-"""Ask for known vulnerabilities of what .venv holds: python -m tools.audit [--required]
+"""Look up known vulnerabilities of the packages in .venv: python -m tools.audit [--required]
 
 Exit status 0: none is known, or the advisories cannot be had, which is said (with --required: 1).
 """
@@ -18,7 +18,7 @@ _LIMIT = 300.0  # seconds
 
 
 def installed() -> list[str]:
-    """What is installed here, as name==version, without the label of a local build: advisories know none."""
+    """List installed packages as name==version, without local build labels, which advisories lack."""
     found = {one.metadata["Name"].lower(): one.version for one in distributions()}
     return [f"{name}=={version.partition('+')[0]}" for name, version in sorted(found.items()) if name != _OWN]
 

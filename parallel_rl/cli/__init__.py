@@ -20,8 +20,8 @@ from parallel_rl.plan import command as plan_command
 from parallel_rl.port import command as port_command
 from parallel_rl.verify import command as verify_command
 
-_NEVER_IMPORT = ("check", "submit")  # they run on a host that is not the job's, for a config that nobody has read yet
-_OF_RUNS = ("train", "check", "data", "sample", "export")  # they take keys of a config
+_NEVER_IMPORT = ("check", "submit")  # commands on a host that is not the job's, for an unreviewed config
+_OF_RUNS = ("train", "check", "data", "sample", "export")  # commands that take config keys
 _ABOUT = "Losses for RL post-training, and a reference trainer on Megatron-core."
 
 
@@ -57,7 +57,6 @@ def _parser() -> tuple[Parser, Mapping[str, argparse.ArgumentParser]]:
 
 
 def command_parsers() -> Mapping[str, argparse.ArgumentParser]:
-    """Return the parser of each command by its name."""
     return _parser()[1]
 
 
@@ -88,7 +87,7 @@ def _run(arguments: Sequence[str], own_process: bool) -> int:
                 runs.import_modules(known.modules)
     except ValueError as error:
         return runs.refuse(error)
-    of_run = known.command in ("doctor", "verify") and known.config  # which only the trainer reads
+    of_run = known.command in ("doctor", "verify") and known.config  # only the trainer reads a config
     if known.command in tools.TOOLS and (not of_run or _has_megatron()):
         return tools.run_tool(known, rest, options)
     if known.command != "recipes" and not _has_megatron():
@@ -100,7 +99,7 @@ def _run(arguments: Sequence[str], own_process: bool) -> int:
     if known.command == "train":
         if known.print_config:
             return keys.print_config(known.recipe, rest)
-        if own_process:  # seconds of imports follow
+        if own_process:  # before seconds of imports
             preemption.listen()
         return runs.train(known.recipe, rest, known.gate, known.dump_step)
     if known.command == "check":
@@ -123,5 +122,5 @@ def _run(arguments: Sequence[str], own_process: bool) -> int:
 def _has_megatron() -> bool:
     try:
         return find_spec("megatron.core") is not None
-    except ModuleNotFoundError:  # its parent is not there
+    except ModuleNotFoundError:  # its parent is missing
         return False

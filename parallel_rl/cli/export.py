@@ -15,7 +15,6 @@ if TYPE_CHECKING:
 
 
 def add_parser(commands: _SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add the command and its options."""
     parser = commands.add_parser(
         "export",
         help="write a checkpoint as a Hugging Face folder, which transformers and vLLM load",

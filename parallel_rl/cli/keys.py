@@ -15,7 +15,7 @@ from parallel_rl.config.strict import Variants, nearest
 
 @dataclasses.dataclass(frozen=True)
 class _Key:
-    """One key of a section, or of those variants of a family that share it."""
+    """A key of a section, or of the variants of a family that share it."""
 
     variants: tuple[str, ...]
     values: str
@@ -32,7 +32,7 @@ def describe(root: type, dotted: str) -> str:
         if key not in valid:
             where = f" in {'.'.join(keys[:depth])}" if depth else ""
             raise ValueError(f"there is no key {key!r}{where}; {nearest(key, valid)}")
-        sections = [one for entry in valid[key] for one in entry.sections]
+        sections = [section for entry in valid[key] for section in entry.sections]
         if depth == len(keys) - 1:
             break
         if not sections:
@@ -50,7 +50,6 @@ def describe(root: type, dotted: str) -> str:
 
 
 def _keys(section: type) -> dict[str, list[_Key]]:
-    """Collect the keys of a section; variants that describe a key alike share one entry."""
     classes: dict[str, type] = section.variants if is_family(section) else {"": section}
     keys: dict[str, list[_Key]] = {}
     for variant, cls in classes.items():
@@ -61,7 +60,7 @@ def _keys(section: type) -> dict[str, list[_Key]]:
                 (variant,), type_text(hint), default_text(field), texts.get(field.name, ""), tuple(sections_of(hint))
             )
             entries = keys.setdefault(field.name, [])
-            alike = [one for one in entries if dataclasses.replace(one, variants=key.variants) == key]
+            alike = [entry for entry in entries if dataclasses.replace(entry, variants=key.variants) == key]
             if alike:
                 entries[entries.index(alike[0])] = dataclasses.replace(key, variants=(*alike[0].variants, variant))
             else:
@@ -79,7 +78,6 @@ def _entry(key: _Key, section: type) -> typing.Iterator[str]:
 
 
 def _section(section: type) -> typing.Iterator[str]:
-    """List what a section is for and its keys, those of all variants of a family first."""
     if is_family(section):
         yield f"  name: {', '.join(sorted(section.variants))}"
     elif text := about(section):
@@ -102,21 +100,18 @@ def is_family(section: type) -> typing.TypeGuard[type[Variants]]:
 
 def sections_of(hint: object) -> list[type]:
     """List the sections that a field may hold: dataclasses and families of variants."""
-    classes = [one for one in (hint, *typing.get_args(hint)) if isinstance(one, type)]
-    return [one for one in classes if dataclasses.is_dataclass(one) or issubclass(one, Variants)]
+    classes = [cls for cls in (hint, *typing.get_args(hint)) if isinstance(cls, type)]
+    return [cls for cls in classes if dataclasses.is_dataclass(cls) or issubclass(cls, Variants)]
 
 
 def about(section: type) -> str:
-    """Return what a section is for: its docstring before the descriptions of its keys."""
+    """Return what a section is for: its docstring up to the descriptions of its keys."""
     text, marks = marks_of(section)
     return (text[: marks[0].start()] if marks else text).replace("Attributes:", "").strip()
 
 
 def described(cls: type) -> dict[str, str]:
-    """Read the descriptions of a dataclass's fields from its docstring and those of its bases.
-
-    They have the form "name: ...", or "name, other: ...".
-    """
+    """Read descriptions ("name: ...", "name, other: ...") of fields from the docstrings of a class and its bases."""
     texts: dict[str, str] = {}
     for base in cls.__mro__:
         if dataclasses.is_dataclass(base):
@@ -136,15 +131,14 @@ def _described(cls: type) -> dict[str, str]:
 
 
 def marks_of(cls: type) -> tuple[str, list[re.Match[str]]]:
-    """Return the docstring in one line, and the match of each description in it."""
+    """Return the docstring in one line, with a match for each description."""
     names = [field.name for field in dataclasses.fields(cls)] if dataclasses.is_dataclass(cls) else []
-    one = "|".join(map(re.escape, sorted(names, key=len, reverse=True))) or "$^"
+    name = "|".join(map(re.escape, sorted(names, key=len, reverse=True))) or "$^"
     text = " ".join((inspect.getdoc(cls) or "").split())
-    return text, list(re.finditer(rf"(?<![\w.`])((?:{one})(?:, (?:{one}))*): ", text))
+    return text, list(re.finditer(rf"(?<![\w.`])((?:{name})(?:, (?:{name}))*): ", text))
 
 
 def default_text(field: dataclasses.Field) -> str:
-    """Format the default of a field."""
     value = field.default
     if field.default_factory is not dataclasses.MISSING:
         value = field.default_factory()
@@ -164,7 +158,6 @@ def _plain(value: object) -> bool:
 
 
 def type_text(hint: object) -> str:
-    """Format the values that a field takes."""
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if origin is typing.Literal:
         return ", ".join(f"`{value}`" for value in args)
@@ -183,7 +176,7 @@ def type_text(hint: object) -> str:
 
 
 def help_of(key: str) -> int:
-    """Print type, default and description of a key or a section; returns the exit status."""
+    """Print type, default and description of a key or section; return the exit status."""
     with importing():
         from parallel_rl.training.config.train import TrainConfig
 
@@ -195,7 +188,7 @@ def help_of(key: str) -> int:
 
 
 def print_config(recipe: str | None, rest: Sequence[str]) -> int:
-    """Print the whole config of a run as YAML, each value with its source; returns the exit status."""
+    """Print a run's whole config as YAML, each value with its source; return the exit status."""
     with importing():
         from parallel_rl.config.yaml_files import Tree, override, read_layers
         from parallel_rl.training.config.load import as_mapping, load_config

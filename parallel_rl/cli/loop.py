@@ -1,4 +1,4 @@
-"""`python -m parallel_rl.cli.loop (--check | --gate SECONDS) LOOP.py [ARGUMENT ...]`: a loop of one's own in a job."""
+"""`python -m parallel_rl.cli.loop (--check | --gate SECONDS) LOOP.py [ARGUMENT ...]`: a user's own loop in a job."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def read(path: str) -> str:
 
 
 def main(words: Sequence[str]) -> int:
-    """Look at a loop, or wait until all ranks are up and run it as `python LOOP.py ARGUMENT ...` would."""
+    """Check a loop, or wait until all ranks are up and run it as `python LOOP.py ARGUMENT ...` would."""
     seconds, (path, *arguments) = (None, words[1:]) if words[0] == "--check" else (float(words[1]), words[2:])
     try:
         read(path)

@@ -20,14 +20,12 @@ from parallel_rl.config.strict import closest
 if TYPE_CHECKING:
     from parallel_rl.training.config.sections import ParallelConfig
 
-#: help of the option --recipe
 RECIPE = "one of `parallel-rl recipes`, on the data included with the package"
 # megatron-core 0.19 logs at each model and each checkpoint what its caller cannot change
 _DEPRECATES = ("megatron.core.models.gpt.gpt_model", "megatron.core.dist_checkpointing.strategies.common")
 
 
 def add_parsers(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add the commands `train`, `check` and `data`."""
     train = commands.add_parser(
         "train",
         help="train by a YAML config or a recipe, alone or under torchrun",
@@ -80,7 +78,6 @@ def add_parsers(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
 
 
 def add_recipes(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add the command `recipes`."""
     parser = commands.add_parser("recipes", help="list the recipes, or print one")
     parser.add_argument("name", metavar="NAME", nargs="?", help="print this recipe: formula, paper, defaults, settings")
 
@@ -113,7 +110,7 @@ def check(
             check_dump(config, dump_step)
             summary = check_run(config, world)
         print("\n".join([f"ok: {config.objective}, {ranks}, {summary}", *left]), flush=True)
-    except (ValueError, OSError) as error:  # such as a file that may not be read
+    except (ValueError, OSError) as error:  # such as an unreadable file
         return refuse(error)
     return 0
 
@@ -189,7 +186,7 @@ def data(recipe: str | None, steps: int | None, rest: Sequence[str]) -> int:
 
 
 def source(recipe: str | None, rest: Sequence[str], command: str) -> tuple[str, Sequence[str]]:
-    """Return the path of the config file, and the overrides."""
+    """Return the path of the config file and the overrides."""
     from parallel_rl.recipes import find_recipe, recipes
 
     named = bool(rest) and not rest[0].startswith("--") and (recipe is None or "=" not in rest[0])
@@ -287,5 +284,5 @@ def show(text: str) -> None:
 
 
 def discard_output() -> None:
-    """Let what follows on standard output go nowhere, the interpreter's own last flush too."""
+    """Send further standard output nowhere, the interpreter's last flush included."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -14,14 +14,14 @@ from parallel_rl.cli.loop import read
 from parallel_rl.cli.runs import RECIPE, check, refuse, source
 from parallel_rl.config.names import left_to_ranks
 
-# what `submit` hands on by the same name
+# options that `submit` passes on under the same name
 _SBATCH = (
     *("account", "partition", "qos", "reservation", "constraint", "nodelist", "exclude", "dependency"),
     *("cpus-per-task", "signal", "job-name", "output", "array"),
 )
 _SHORT = {"A": "account", "C": "constraint", "J": "job-name", "N": "nodes", "c": "cpus-per-task", "d": "dependency"}
 _SHORT |= {"o": "output", "p": "partition", "q": "qos", "t": "time", "w": "nodelist", "x": "exclude"}
-# what people write for ours
+# common spellings of our options
 _SYNONYMS = {"gres": "gpus-per-node", "gpus": "gpus-per-node", "ntasks-per-node": "ranks-per-node"}
 _SUBMIT = (
     *("recipe", "script", "nodes", "gpus-per-node", "ranks-per-node", "time", *_SBATCH),
@@ -65,7 +65,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 
 def joined(words: Sequence[str]) -> list[str]:
-    """`--sbatch --gres=gpu:8` as one word: argparse would take its value for an option."""
+    """Join `--sbatch --gres=gpu:8` to one word: argparse would take the value for an option."""
     arguments = list(words)
     if arguments[:1] == ["submit"] and "--sbatch" in arguments[:-1]:
         at = arguments.index("--sbatch")
@@ -80,7 +80,7 @@ def submit(known: argparse.Namespace, rest: Sequence[str]) -> int:
     more = {name: value for name in _SBATCH if (value := getattr(known, name.replace("-", "_"))) is not None}
     try:
         arguments = _arguments(known, rest)
-        one = _of_one_task(rest, known.array)
+        overrides = _of_one_task(rest, known.array)
         if known.nodes is None:
             raise ValueError("--nodes N is needed: the whole nodes of the job")
         words = _words(known.sbatch)
@@ -92,11 +92,11 @@ def submit(known: argparse.Namespace, rest: Sequence[str]) -> int:
             script = Path(known.script)
             folder, texts = Path("runs") / script.stem, {script.name: read(known.script)}
             print(f"ok: {script}, {ranks}", flush=True)
-        elif status := check(known.recipe, job.world, ranks, one, known.modules, "submit", known.dump_step):
+        elif status := check(known.recipe, job.world, ranks, overrides, known.modules, "submit", known.dump_step):
             return status
         else:
             with left_to_ranks(known.modules):
-                folder, texts = _record(*source(known.recipe, one, "submit"))
+                folder, texts = _record(*source(known.recipe, overrides, "submit"))
         shared = {"LOG_DIR": job.log_dir} | ({} if known.script is not None else {"run.dir": str(folder)})
         local = [check_shared(name, path, known.nodes) for name, path in shared.items()]
         for warning in (*job.warnings, *filter(None, local)):
@@ -111,7 +111,6 @@ def submit(known: argparse.Namespace, rest: Sequence[str]) -> int:
 
 
 def _arguments(known: argparse.Namespace, rest: Sequence[str]) -> list[str]:
-    """Return the arguments of train.sbatch."""
     if known.script is None:
         check_options(rest)
         modules = [word for module in known.modules for word in ("--import", module)]
@@ -145,7 +144,6 @@ def _of_one_task(rest: Sequence[str], array: str | None) -> list[str]:
 
 
 def _record(path: str, overrides: Sequence[str]) -> tuple[Path, dict[str, str]]:
-    """Return a run's folder, and its whole config."""
     import yaml
 
     from parallel_rl.training.config.load import as_mapping, load_config
@@ -162,10 +160,7 @@ def _words(text: str | None) -> list[str]:
 
 
 def check_options(rest: Sequence[str]) -> None:
-    """Refuse a word that looks like a misspelt option of `submit` or sbatch.
-
-    The message names the option; the word is not taken for a config key.
-    """
+    """Refuse a misspelt option of `submit` or sbatch; the message names it instead of a config key."""
     from parallel_rl.config.strict import nearest
     from parallel_rl.training.config.train import TrainConfig
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], version: str) -> None:
-    """Add the command and its options; nothing of torch is imported for them."""
+    """Add the command and its options, without importing torch."""
     parser = commands.add_parser(
         "explain",
         help="show one dumped step token by token, or two side by side, on a page",
@@ -35,7 +35,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], ve
 
 
 def write(known: argparse.Namespace) -> int:
-    """Write the page; ValueError for bad input, OSError if the page cannot be written."""
+    """Write the page; ValueError for bad input, OSError if it cannot be written."""
     from parallel_rl.explain.page import check_extras, page
     from parallel_rl.explain.read import read_step
 
@@ -58,18 +58,18 @@ def write(known: argparse.Namespace) -> int:
     return 0
 
 
-_SIGPIPE = 141  # the exit status of a program that it ends, by the shell
+_SIGPIPE = 141  # exit status of a program that SIGPIPE ends, in the shell
 
 
 def run_tool(known: argparse.Namespace, rest: Sequence[str], options: Sequence[str]) -> int:
-    """Run the command of these arguments, none of which may be left over, and return its exit status."""
+    """Run the parsed command, refusing leftover words, and return its exit status."""
     try:
         if rest:
             raise ValueError(surplus(rest[0], known.command, options))
         status = TOOLS[known.command](known)
         sys.stdout.flush()
         return status
-    except BrokenPipeError:  # of `| head`: who left has no verdict, so the status is none either
+    except BrokenPipeError:  # of `| head`: no verdict was read, so the status is none either
         discard_output()
         return _SIGPIPE
     except (ValueError, OSError) as error:
@@ -89,7 +89,6 @@ def _port(known: argparse.Namespace) -> int:
 
 
 def _read_source(path: str, layout: Mapping[str, object]) -> Source:
-    """Read a model's file, or a run's config with `layout` in place of its keys."""
     from parallel_rl.config.yaml_files import read_tree
     from parallel_rl.plan.source import read_source
 
@@ -138,7 +137,6 @@ def _choices(path: str) -> OfConfig:
 
 
 def _urls(value: object) -> Iterator[str]:
-    """List the addresses of servers in the words."""
     if isinstance(value, Mapping):
         for item in value.values():
             yield from _urls(item)

@@ -1,4 +1,4 @@
-"""Messages for words of the command line that no option takes."""
+"""Messages for command-line words that no option takes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import NoReturn
 from parallel_rl.config.strict import closest
 from parallel_rl.recipes import recipes
 
-# what launchers call the number of ranks
+# launchers' names for the number of ranks
 _RANKS = ("--nproc", "--nproc-per-node", "--nproc_per_node", "--world-size", "--ranks", "--gpus")
 
 
@@ -36,7 +36,6 @@ class Parser(argparse.ArgumentParser):
 
 
 def options_of(parser: argparse.ArgumentParser) -> list[str]:
-    """List the long options of a parser."""
     return [name for name in parser._option_string_actions if name.startswith("--")]
 
 
@@ -48,7 +47,7 @@ def check_options(rest: Sequence[str], options: Iterable[str], command: str, has
 
 
 def unknown_option(words: Sequence[str], options: Iterable[str], command: str, sections: Sequence[str]) -> str:
-    """Describe the first word that is no option and no key of `sections`; "" without any.
+    """Describe the first word that is neither an option nor a key of `sections`; "" without any.
 
     >>> unknown_option(["--tokns", "8"], ["--tokens"], "parallel-rl plan", ())
     "--tokns is not an option of `parallel-rl plan`; did you mean '--tokens'?"
@@ -68,7 +67,7 @@ def unknown_option(words: Sequence[str], options: Iterable[str], command: str, s
 
 
 def surplus(word: str, command: str, options: Iterable[str]) -> str:
-    """Describe a word that a command without a config does not take, and the option that takes it."""
+    """Describe a surplus word of a command without a config, and the option that takes it."""
     name = word.partition("=")[0]
     hint = _alike(name, options) if word.startswith("-") else _taken_by(word, command)
     return f"{word!r} is not an argument of `parallel-rl {command}`" + (f"; {hint}" if hint else "")

@@ -34,7 +34,7 @@ def failed(error: BaseException) -> int:
         cause = f"sys.exit({error.code!r}) was called before the run was done"
     print(f"parallel-rl: error{name}: {cause}", file=sys.stderr, flush=True)
     status = 2 if isinstance(error, ValueError) else 1
-    if "TORCHELASTIC_RUN_ID" in os.environ:  # whatever its libraries wait for at their end
+    if "TORCHELASTIC_RUN_ID" in os.environ:  # its libraries may wait for the other ranks at their end
         timer = threading.Timer(_LAST_SECONDS, os._exit, (status,))
         timer.daemon = True
         timer.start()
@@ -44,10 +44,9 @@ def failed(error: BaseException) -> int:
 
 
 def leave(status: int) -> NoReturn:
-    """End this process with a status, once what is registered for its end has run.
+    """Run atexit handlers, then exit with `status`.
 
-    The interpreter's own end, left out here, turns the status into SIGABRT where a thread of a process group, which a traceback
-    or Megatron still refers to, frees a tensor in it.
+    It skips the interpreter's own end, which aborts (SIGABRT) if a live traceback or Megatron holds a process group's tensors.
     """
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):

@@ -18,7 +18,7 @@ _progress = _Progress()
 
 
 def tick(doing: str, *, saving: bool = False) -> None:
-    """Report that something moved: `doing` begins now; `saving`: it writes what a stop is given time for."""
+    """Report that `doing` begins now; `saving` marks a write that a stop leaves time for."""
     _progress.moves += 1
     _progress.doing, _progress.saving = doing, saving
 
@@ -30,23 +30,21 @@ def enter_step(phase: str, step: int) -> None:
 
 
 def reset() -> None:
-    """Start over, for a new run."""
     _progress.phase, _progress.step = None, 0
     tick("starting up")
 
 
 def moves() -> int:
-    """Count how often something moved."""
+    """Count the reports so far."""
     return _progress.moves
 
 
 def doing() -> str:
-    """Return the work that began last."""
     return _progress.doing
 
 
 def saving() -> bool:
-    """Return whether a save began last; a stop leaves time for it."""
+    """Return whether the last reported work is a save, which a stop leaves time for."""
     return _progress.saving
 
 

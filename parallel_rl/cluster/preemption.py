@@ -28,20 +28,14 @@ _listens = False
 
 @dataclass(frozen=True)
 class Boundary:
-    """Agreement of all ranks between two steps.
-
-    Holds the cause and the rank of a stop, and whether work failed on any rank.
-    """
+    """Agreement of ranks between steps: cause and rank of a stop, and whether any rank's work failed."""
 
     stop: str | None
     failed: bool
 
 
 def listen() -> None:
-    """Make SIGUSR1 and SIGTERM ask for a stop, from now on; call it from the main thread.
-
-    `parallel-rl train` calls it first; a program that calls `train` may.
-    """
+    """Make SIGUSR1 and SIGTERM request a stop from now on; call it from the main thread, before `train`."""
     global _listens
     if not _listens:
         atexit.register(ignore_signals)  # an interpreter at its end would die of them
@@ -58,25 +52,17 @@ def ignore_signals() -> None:
 
 
 def asked() -> bool:
-    """Return whether this rank knows of a request to stop.
-
-    >>> asked()
-    False
-    """
+    """Return whether this rank knows of a request to stop."""
     return bool(_seen) or _asked_by_file()
 
 
 def ending() -> float | None:
-    """Seconds since SIGTERM came; None where it has not.
-
-    >>> ending() is None
-    True
-    """
+    """Return the seconds since SIGTERM came; None if it has not."""
     return time.monotonic() - _ended if _ended else None
 
 
 def agree(device: torch.device, failed: bool) -> Boundary:
-    """Share what the ranks know, such as a fault since the last boundary, with all; one all-reduce."""
+    """Exchange what the ranks know, such as a fault since the last boundary; one all-reduce."""
     import torch  # seconds, which `listen` must not wait for
     import torch.distributed as dist
 
@@ -92,7 +78,7 @@ def agree(device: torch.device, failed: bool) -> Boundary:
 
 
 def ask_for_restart(text: str) -> bool:
-    """Write the marker file, if there is a folder for it; one rank calls it; OSError if it cannot."""
+    """Write the marker file if there is a folder for it; one rank calls it. OSError if the write fails."""
     folder = _job_folder()
     if folder is None:
         return False

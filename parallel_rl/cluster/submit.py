@@ -1,4 +1,4 @@
-"""Plan and submit the job of `parallel-rl submit`: the `sbatch` that one would type, with the site's settings; record it."""
+"""Plan, submit and record the job of `parallel-rl submit`: an `sbatch` command with the site's settings."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ _FILES = Path(__file__).parents[1] / "slurm"
 _SCRIPT = "train.sbatch"
 _BESIDE = "with_server.sbatch"
 _RECORDED = (_SCRIPT, _BESIDE, "cause.sh", "env.sh", "job.sh", "server.sh", "site.conf", "torchrun.py")
-# of sbatch's options, those that the nodes of servers have too
+# sbatch options that also apply to server nodes
 _SHARED = ("account", "partition", "qos", "reservation", "constraint", "cpus-per-task", "gpus-per-node", "time")
-# what env.sh takes from the shell, ${NAME:-...}, and what sbatch and the libraries of the ranks do
+# what env.sh (${NAME:-...}), sbatch and the ranks' libraries take from the shell
 _SETTING = re.compile(r"\$\{([A-Z_]+):?[-+]")
 _LIBRARIES = ("SBATCH_", "NCCL_", "GLOO_", "TORCH_NCCL_")
 _GRES = re.compile(r"^--gres=(?:.*,)?gpu(?::[A-Za-z]\w*)?(?::(\d+))?(?:,|$)")
-# what `submit` reads itself, by each name that sbatch has for it
+# options that `submit` reads, by each of their names in sbatch
 _READ = ("nodes", "N", "time", "t", "gpus-per-node", "signal", "output", "o", "job-name", "J", "array", "a")
 _SHORT = 40 * 60  # seconds: below, the script's ten minutes would be more than a quarter of the limit
 _TIME = re.compile(r"(?:(\d+)-(\d+)(?::(\d+))?(?::(\d+))?|(\d+)(?::(\d+))?(?::(\d+))?)")
@@ -81,7 +81,7 @@ class Resources:
 
     @property
     def gpus(self) -> int | None:
-        """GPUs of a node, as --gpus-per-node or as --gres=gpu[:TYPE]:N among `words` says."""
+        """Return the GPUs of a node, from --gpus-per-node or from --gres=gpu[:TYPE]:N among `words`."""
         matches = [match for word in self.words if (match := _GRES.search(word))]
         if self.gpus_per_node is None and matches:
             return int(matches[-1][1] or 1)
@@ -107,17 +107,16 @@ class Job:
     warnings: tuple[str, ...]
 
     def __str__(self) -> str:
-        """Render it as one would type it."""
+        """Render the command as a user would type it."""
         settings = [f"{name}={shlex.quote(value)}" for name, value in sorted(self.environment.items())]
         return " ".join([*settings, shlex.join(self.command)])
 
 
 def plan(resources: Resources, arguments: Sequence[str]) -> Job:
-    """Plan the job that trains with `arguments`, those of `parallel-rl train`, from the present folder.
+    """Plan the job that trains with `arguments` of `parallel-rl train`, from the present folder.
 
-    Raises:
-        ValueError: unreadable or overriding site settings; a time limit that sbatch refuses; nodes without GPUs or a number
-            of ranks; more ranks than GPUs; see `submit_checks`.
+    ValueError: unreadable or overriding site settings, an invalid time limit, no GPUs or ranks, more ranks than GPUs, and what
+    `submit_checks` refuses.
     """
     here = Path("slurm")
     files = here if (here / _SCRIPT).is_file() and (here / _SCRIPT).samefile(_FILES / _SCRIPT) else _FILES
@@ -164,12 +163,8 @@ def plan(resources: Resources, arguments: Sequence[str]) -> Job:
 def submit(job: Job, folder: Path, texts: Mapping[str, str]) -> str:
     """Submit the job, and return sbatch's answer with the places of record and logs.
 
-    The record (command, script and config) is written first, in a new folder below the run's. ValueError without sbatch or if
-    it refuses; then no record stays.
-
-    Args:
-        folder: the run's, `run.dir`.
-        texts: for the record, by their files' names: the whole config in YAML, or a loop.
+    Writes the record (command, script, config, and `texts` by file name) first, in a new folder below the run's `folder`.
+    ValueError without sbatch, or if it refuses; the record is then removed.
     """
     when = folder / "submitted" / f"{datetime.now():%Y%m%d-%H%M%S}"
     record = Path(f"{when}-of-{os.getpid()}")
@@ -194,9 +189,7 @@ def submit(job: Job, folder: Path, texts: Mapping[str, str]) -> str:
 
 
 def seconds(time: str) -> int | None:
-    """Read a time limit of sbatch (M, M:S, H:M:S, D-H, D-H:M or D-H:M:S) in seconds; None: no limit.
-
-    Rounds up to whole minutes, as Slurm does; ValueError for another form.
+    """Read a limit (M, M:S, H:M:S, D-H, D-H:M, D-H:M:S) in seconds, in whole minutes; None: no limit.
 
     >>> seconds("8:00:00"), seconds("1-12"), seconds("unlimited")
     (28800, 129600, None)
@@ -223,7 +216,7 @@ def _sbatch(job: Job) -> str:
 
 
 def _on_offer() -> str:
-    """List what the cluster has, where it says so."""
+    """List the cluster's partitions, if sinfo runs."""
     with contextlib.suppress(OSError):
         done = subprocess.run(  # nosec B603 B607 # fixed words; PATH has sinfo
             ["sinfo", "-h", "-o", "  %P %D nodes, each %c CPUs, %G, at most %l"], capture_output=True, text=True
@@ -266,7 +259,6 @@ def _ranks(resources: Resources, site: Mapping[str, str], path: Path) -> int:
 
 
 def _gpus(resources: Resources, site: Mapping[str, str]) -> int:
-    """Count the GPUs of a node, as sbatch would: from its options, the environment or the script."""
     if resources.gpus is not None:
         return resources.gpus
     match = re.search(r"^#SBATCH --gpus-per-node=(\S+)$", (_FILES / _SCRIPT).read_text(encoding="utf-8"), re.MULTILINE)
@@ -284,13 +276,12 @@ def _number(name: str, digits: str, text: str | None = None) -> int:
 
 
 def _site(path: Path, settings: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment after sourcing the site's file on top of the job's settings."""
     environment = {**os.environ, **settings}
     if not path.exists():
         if os.environ.get("SITE_CONF"):
             raise ValueError(f"SITE_CONF = {path} is not there")
         return environment
-    # as env.sh does it, `module load` included; a name that is not set is none of ours to refuse
+    # as env.sh sources it, `module load` included; an unset name is allowed
     shell = """set -a; trap 'echo "line $LINENO: status $?" >&2; exit 1' ERR; source "$1" >&2; exec env -0"""
     words = ["bash", "-c", shell, "bash", str(path.absolute())]
     done = subprocess.run(words, env=environment, capture_output=True, text=True)  # nosec B603 # the path is an argument

@@ -1,4 +1,4 @@
-"""Checks of a job before it is queued: what would fail on the nodes, or keep the run from being saved and queued again."""
+"""Checks of a job before it is queued: settings that fail on the nodes, or prevent saving and requeueing."""
 
 from __future__ import annotations
 
@@ -41,10 +41,9 @@ def check_requeue(words: Sequence[str], site: Mapping[str, str]) -> None:
 
 
 def check_signal(signal: str, limit: int | None) -> None:
-    """Refuse a notice (--signal, as in "B:USR1@600") that does not let the run save and be queued again.
+    """Refuse a --signal such as "B:USR1@600" that does not let the run save and be requeued.
 
-    Raises:
-        ValueError: another signal than USR1, one that goes to the ranks, or a notice as long as the limit.
+    ValueError: a signal other than USR1, sent to the ranks, or a notice as long as the limit.
     """
     match = _SIGNAL.fullmatch(signal.upper())
     if match is None:
@@ -69,11 +68,7 @@ def check_signal(signal: str, limit: int | None) -> None:
 
 
 def check_output(output: str | None, name: str) -> None:
-    """Refuse a log in a missing folder: Slurm fails such a job with 0:53 and writes no log.
-
-    Raises:
-        ValueError: the folder does not exist, or holds what only Slurm knows, such as %j.
-    """
+    """Refuse a log folder that is missing or has a pattern (%j): the job would fail without a log."""
     if output is None:
         return
     folder = os.path.dirname(output).replace("%x", name)
@@ -88,7 +83,7 @@ def check_output(output: str | None, name: str) -> None:
 
 
 def check_site(nodes: int, servers: bool, site: Mapping[str, str]) -> tuple[str, ...]:
-    """Return warnings of settings that are likely to fail on the nodes; ValueError for one that does."""
+    """Return warnings of settings that may fail on the nodes; ValueError for one that certainly does."""
     return (*check_rendezvous(nodes, site), *filter(None, (check_python(site), check_container(site, servers))))
 
 
@@ -127,7 +122,7 @@ def check_rendezvous(nodes: int, site: Mapping[str, str]) -> list[str]:
 
 
 def check_shared(name: str, folder: str, nodes: int) -> str | None:
-    """Return a warning where the folder of a setting is likely to be another one on each of several nodes."""
+    """Return a warning if the folder of a setting probably differs between nodes."""
     path = os.path.realpath(folder)
     roots = [root for root in (*_LOCAL, os.environ.get("TMPDIR", "")) if root]
     root = next(
@@ -142,7 +137,7 @@ def check_shared(name: str, folder: str, nodes: int) -> str | None:
 
 
 def check_container(site: Mapping[str, str], servers: bool) -> str | None:
-    """Return a warning where srun does not know the option for the container image that the site names."""
+    """Return a warning if srun lacks the option for the site's container image."""
     names = ("CONTAINER_IMAGE", *(("SERVER_CONTAINER_IMAGE",) if servers else ()))
     name = next((name for name in names if site.get(name)), None)
     if name is None or shutil.which("srun", path=site.get("PATH")) is None:
@@ -157,12 +152,10 @@ def check_container(site: Mapping[str, str], servers: bool) -> str | None:
 
 
 def _origin(name: str, site: Mapping[str, str]) -> str:
-    """Say where a setting comes from."""
     return "of your shell" if os.environ.get(name) == site.get(name) else "of the site's file"
 
 
 def _file_system(path: str) -> str:
-    """Return the type of the file system that holds the path, "" where nothing says so."""
     best, kind = "", ""
     try:
         mounts = Path("/proc/self/mounts").read_text(encoding="utf-8", errors="replace")

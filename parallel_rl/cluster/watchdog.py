@@ -1,7 +1,7 @@
 """The watchdog: a thread that notices when nothing progresses, and reports which rank waits for which.
 
-A rank raises the alarm if it waits in a collective for nearly `run.timeout` seconds, or fails. Every rank then writes its
-position to a store outside the ranks, prints all positions and ends. Work outside of collectives is not limited.
+A rank raises the alarm if it fails, or waits in a collective for nearly `run.timeout` seconds. Every rank then writes its
+position to a store outside the ranks, prints all positions and ends. Work outside collectives is not limited.
 """
 
 from __future__ import annotations
@@ -25,21 +25,18 @@ from parallel_rl.cluster.watchdog_report import ENDED, NAMED, Kind, Post, name_o
 FRACTION = 0.9  # of the groups' timeout: the alarm comes before the collectives fail one by one
 _LOOK = 1.0  # seconds between looks
 _BEAT = 10.0  # between signs of life
-_GATHER = 4.0  # for the others' word
-_LINGER = 1.5  # for the others to print, and for whoever failed to end first
+_GATHER = 4.0  # for the other ranks' reports
+_LINGER = 1.5  # for the others to print, and for the failed rank to end first
 _ANSWER = 5.0  # of the store
 _TERM = 15.0  # after SIGTERM; torchrun kills after 30
 
 
 @contextlib.contextmanager
 def watching(timeout: float) -> Iterator[None]:
-    """Watch the ranks of a world that a launcher set up; do nothing elsewhere.
+    """Watch the ranks of a launched world; `timeout` is the process groups', in seconds.
 
-    Where a collective fails or nothing moves, the process ends with status 1 and the report; torchrun ends the others. Other
-    exceptions go through, once the other ranks have heard of them.
-
-    Args:
-        timeout: seconds, of the process groups.
+    If a collective fails or nothing moves, print the report and exit with status 1; torchrun ends the others. Other exceptions
+    pass through once the other ranks have been notified.
     """
     heartbeat.reset()
     if int(os.environ.get("WORLD_SIZE", "1")) == 1 or "MASTER_ADDR" not in os.environ or dist.is_initialized():
@@ -59,10 +56,7 @@ def watching(timeout: float) -> Iterator[None]:
 
 
 def lost_peer(error: BaseException) -> BaseException | None:
-    """Find the collective that failed among an error and its causes.
-
-    Its peer is gone, or did not come in time.
-    """
+    """Find, among an error and its causes, the collective that failed because a peer is gone or late."""
     cause: BaseException | None = error
     while cause is not None:
         text = str(cause)
@@ -73,10 +67,7 @@ def lost_peer(error: BaseException) -> BaseException | None:
 
 
 class _Watch:
-    """Watch of one rank.
-
-    The main thread calls `start`, then `close` or `fail`. All else runs in the watch's own thread, which alone uses the store.
-    """
+    """Watch of one rank: the main thread calls `start`, `close`, `fail`; its own thread uses the store."""
 
     def __init__(self, timeout: float) -> None:
         self._timeout, self._rank, self._world = timeout, int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -99,13 +90,12 @@ class _Watch:
         self._thread.start()
 
     def close(self) -> None:
-        """End the watch."""
         self._closed = True
         self._wake.set()
         self._thread.join(_GATHER + _ANSWER)
 
     def fail(self, error: BaseException) -> None:
-        """Report to the others; where `error` is a collective's failure, the process ends here."""
+        """Report to the others; exit if `error` is a failed collective."""
         gone = lost_peer(error)
         if gone is None:
             text = str(error).strip().splitlines()
@@ -170,13 +160,11 @@ class _Watch:
             self._store.set(self._key(f"beat/{self._rank}"), f"{time.time()} {self._mine().to_json()}")
 
     def _tell(self, post: Post) -> None:
-        """Report that this rank fails, and give the others a moment to take note."""
         self._leave(post, "failed")
         self._told.set()
         self._closed = True
 
     def _answer(self) -> None:
-        """Handle an alarm that another rank raised."""
         if self._store.get(self._key("alarm")) == b"failed":
             end = time.monotonic() + 2 * self._look_every  # this one may be about to fail alike
             while time.monotonic() < end and not (self._failure or self._lost or self._closed):
@@ -205,7 +193,7 @@ class _Watch:
         self._end("")
 
     def _leave(self, post: Post, why: str) -> None:
-        """Send this rank's report, with the alarm; then wait a little for those of all."""
+        """Send this rank's report and the alarm, then wait briefly for the other reports."""
         self._store.append(self._key("posts"), post.to_json() + "\n")  # type: ignore[attr-defined]  # torch's stub lacks it
         if why == "failed" or not self._store.check([self._key("alarm")]):
             self._store.set(self._key("alarm"), why)
@@ -228,7 +216,7 @@ class _Watch:
         return Post(kind, self._rank, self._host, what, heartbeat.step_name(), heartbeat.doing(), age, reason)
 
     def _stuck(self, now: float) -> str:
-        """Return the activity that has not moved since SIGTERM; "" during a checkpoint's one long write."""
+        """Return the activity that has not moved since SIGTERM; "" during a checkpoint's long write."""
         ending, still = preemption.ending(), now - self._moved
         if ending is None or min(ending, still) < _TERM or heartbeat.saving() or self._waits():
             return ""
@@ -246,7 +234,6 @@ class _Watch:
         )
 
     def _storeless(self, how: str) -> str:
-        """Report what is known without the store."""
         mine = self._lost or self._mine()
         who = "torchrun's agent" if self._agent is not None else "rank 0"
         address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
@@ -256,7 +243,6 @@ class _Watch:
         return f"parallel-rl: error{name_of(self._rank, mine.step)}: {cause}; this rank {where(mine)}\n"
 
     def _waits(self) -> bool:
-        """Return whether the thread is in a collective, or waits for a GPU stream behind one."""
         if self._place.collective is not None:
             return True
         if not (torch.cuda.is_available() and torch.cuda.is_initialized()):
@@ -264,7 +250,7 @@ class _Watch:
         try:
             device = int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count()
             return not torch.cuda.default_stream(device).query()
-        except RuntimeError:  # of the GPU, not of the store: the main thread hears of it in its own next call
+        except RuntimeError:  # a GPU fault: the main thread raises it at its next call
             return False
 
     def _key(self, name: str) -> str:

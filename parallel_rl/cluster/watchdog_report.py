@@ -1,4 +1,4 @@
-"""The report on a run that stands still: where each rank is, what a thread waits for, who is missing."""
+"""The report on a run that stands still: where each rank is, what its thread waits for, which ranks are missing."""
 
 from __future__ import annotations
 
@@ -18,13 +18,12 @@ Kind = Literal["waits", "busy", "failed"]
 
 @dataclass(frozen=True)
 class Post:
-    """The whereabouts of a rank.
+    """Position of a rank.
 
     Attributes:
-        kind: it waits in a collective, is busy with something else, or failed.
-        what: the collective and the line, the line, or the cause.
-        step: "rl step 7", empty before the first. doing: what it began last, `age` seconds ago.
-        reason: why the collective failed; ENDED where others ended the rank.
+        kind: it waits in a collective, is busy otherwise, or failed. what: collective and line, line, or cause.
+        step: "rl step 7", empty before the first. doing: its last reported work, begun `age` seconds ago.
+        reason: why the collective failed; ENDED for a rank that was ended from outside.
     """
 
     kind: Kind
@@ -45,12 +44,11 @@ class Post:
 
 
 def post_of(text: str | bytes) -> Post:
-    """Invert `to_json`."""
     return Post(**json.loads(text))
 
 
 def report(mine: Post, posts: Mapping[int, Post], heard: Mapping[int, tuple[Post, float]], world: int) -> str:
-    """Write the report from this rank's post, the ranks' answers, and the last (post, age) of the others."""
+    """Write the report: this rank's post, the ranks' answers, and the last (post, age) of the others."""
     lines = [f"parallel-rl: error{name_of(mine.rank, mine.step)}: {_headline(mine)}"]
     failed = [post for post in posts.values() if post.kind == "failed"]
     failed.sort(key=lambda post: post.reason == ENDED)  # the first is read as the cause
@@ -79,12 +77,11 @@ def report(mine: Post, posts: Mapping[int, Post], heard: Mapping[int, tuple[Post
 
 
 def name_of(rank: int, step: str) -> str:
-    """Name the rank and the step of a message."""
     return f" (rank {rank}, {step})" if step else f" (rank {rank})"
 
 
 def where(post: Post) -> str:
-    """End a sentence about a rank with what it does."""
+    """End a sentence about a rank with its position."""
     if post.kind != "waits":
         return f"is at {post.what}, in {post.doing}"
     since = f"it failed: {post.reason}" if post.reason else f"it last moved {post.age:.1f} s ago"
@@ -116,7 +113,7 @@ def ranges(values: Sequence[int]) -> str:
 
 
 _COLLECTIVES = "/torch/distributed/distributed_c10d.py"
-# these wait for handles by themselves
+# these wait for handles internally
 _HANDLES = ("/megatron/core/pipeline_parallel/p2p_communication.py", "/megatron/core/distributed/")
 _TORCH = ("/torch/", "/megatron/")
 
@@ -145,7 +142,7 @@ class Place:
 
 
 def main_thread() -> tuple[Place, tuple[tuple[int, int], ...]]:
-    """Locate the main thread, with a mark that stays the same as long as it does not move at all."""
+    """Locate the main thread; also return a mark that changes with any movement of it."""
     ident = threading.main_thread().ident
     assert ident is not None
     frame: FrameType | None = sys._current_frames()[ident]
@@ -168,7 +165,6 @@ def of_traceback(trace: TracebackType | None) -> Place:
 
 
 def _place(lines: Sequence[Line]) -> Place:
-    """Locate frames, the innermost first."""
     if not lines:
         return Place(None, "an unknown place")
     # the outermost: all_gather_object calls all_gather

@@ -24,7 +24,7 @@ class RopeScaling:
     Attributes:
         factor: multiplies wavelengths above original / low_freq_factor.
         low_freq_factor: see `factor`.
-        high_freq_factor: wavelengths below original / high_freq_factor stay. Between the two the scaling is interpolated.
+        high_freq_factor: wavelengths below original / high_freq_factor stay; those between are interpolated.
         original_max_position_embeddings: longest sequence before the scaling ("original" above).
     """
 

@@ -23,8 +23,7 @@ def agreed(where: str, values: Mapping[str, T | None]) -> T | None:
     >>> agreed("config.json", {"num_experts": None, "num_local_experts": 8})
     8
 
-    Raises:
-        ValueError: the values differ. transformers takes one of them, and not in each version the same one.
+    ValueError if values differ: which of them transformers takes depends on its version.
     """
     present = {name: value for name, value in values.items() if value is not None}
     for (first, value), (second, other) in zip(present.items(), list(present.items())[1:], strict=False):
@@ -36,7 +35,7 @@ def agreed(where: str, values: Mapping[str, T | None]) -> T | None:
 
 
 class Keys:
-    """Typed look-ups whose errors name the file and the key; `asked` holds the keys looked up so far."""
+    """Typed look-ups whose errors name file and key; `asked` collects the keys looked up."""
 
     def __init__(self, tree: Mapping[str, object], where: str) -> None:
         self.tree, self.where = tree, where
@@ -47,7 +46,7 @@ class Keys:
         return self.tree.get(name)
 
     def integer(self, *names: str, default: int | None = None) -> int:
-        """Return the integer under the first of `names` that is there and not null."""
+        """Return the integer under the first of `names` that is present and not null."""
         for name, value in [(name, self._get(name)) for name in names]:
             if value is not None:
                 if isinstance(value, bool) or not isinstance(value, int):
@@ -58,7 +57,6 @@ class Keys:
         return default
 
     def number(self, name: str, default: float | None = None) -> float:
-        """Return the number under `name`."""
         value = self._get(name)
         if value is None and default is not None:
             return default
@@ -69,7 +67,6 @@ class Keys:
         return float(value)
 
     def flag(self, name: str, default: bool = False) -> bool:
-        """Return the boolean under `name`."""
         value = self._get(name)
         if value is None:
             return default
@@ -78,7 +75,6 @@ class Keys:
         return value
 
     def text(self, name: str, default: str) -> str:
-        """Return the text under `name`."""
         value = self._get(name)
         if value is None:
             return default
@@ -87,7 +83,7 @@ class Keys:
         return value
 
     def mapping(self, name: str) -> Mapping[str, object]:
-        """Return the mapping under `name`, empty where it is not there."""
+        """Return the mapping under `name`, empty if absent."""
         value = self._get(name)
         if value is not None and not isinstance(value, Mapping):
             raise ValueError(f"{self.where}: {name} = {value!r} must be a mapping")
@@ -99,7 +95,7 @@ _ORIGINAL = "original_max_position_embeddings"
 
 
 class Rope(NamedTuple):
-    """Base and scaling of rotary positions, and what of them is not supported."""
+    """Base and scaling of rotary positions, and their unsupported settings."""
 
     theta: float
     scaling: RopeScaling | None
@@ -107,13 +103,12 @@ class Rope(NamedTuple):
 
 
 def read_rope(keys: Keys, max_positions: int) -> Rope:
-    """Read `rope_scaling`, or else `rope_parameters`; transformers has the same order.
+    """Read `rope_scaling`, else `rope_parameters`, as transformers does.
 
     >>> read_rope(Keys({"rope_theta": 5e5, "rope_scaling": {"type": "linear", "factor": 2.0}}, "config.json"), 2048)
     Rope(theta=500000.0, scaling=None, obstacles=("rope_type = 'linear'",))
 
-    Raises:
-        ValueError: both are there and differ in effect, or a key inside differs from the same key outside.
+    ValueError: both differ in effect, or a key inside differs from the same key outside.
     """
     sections = {name: keys.mapping(name) for name in ("rope_scaling", "rope_parameters")}
     ropes = {name: _section(keys, name, section, max_positions) for name, section in sections.items() if section}
@@ -158,13 +153,10 @@ def _section(keys: Keys, name: str, section: Mapping[str, object], max_positions
 
 
 def window_obstacles(keys: Keys, family: str, layers: int, max_positions: int) -> list[str]:
-    """List the settings that hide a token from a later one: a sliding window, or another kind of layer.
+    """List the settings that hide earlier tokens: a sliding window, or another kind of layer.
 
-    A mistral slides in every layer, a qwen3_moe with `use_sliding_window`. A qwen2 or qwen3 with it slides in the layers that
-    `layer_types` lists, else from `max_window_layers` on, as in transformers.
-
-    Raises:
-        ValueError: `layer_types` is no list of one text per layer.
+    mistral slides in every layer, qwen3_moe with `use_sliding_window`. qwen2 and qwen3 then slide in the layers of
+    `layer_types`, else from `max_window_layers` on, as in transformers. ValueError: `layer_types` is not one text per layer.
     """
     kinds = keys.tree.get("layer_types")
     if kinds is not None and not (isinstance(kinds, list) and len(kinds) == layers):
@@ -184,7 +176,7 @@ def window_obstacles(keys: Keys, family: str, layers: int, max_positions: int) -
 CONFIG = "config.json"
 _QWEN3_HEAD_DIM = 128  # what transformers assumes where config.json names none
 _MAX_POSITIONS = {"llama": 2048, "mistral": 131072}  # of the others: 32768
-_QUANTISED = ("quantization_config", "quantization", "compression_config")  # the two others are MLX's and older
+_QUANTISED = ("quantization_config", "quantization", "compression_config")  # the last two: MLX's and an older name
 
 
 def read_json(path: Path) -> dict[str, object]:
@@ -209,14 +201,14 @@ class HFModel:
 
 
 def is_hf(folder: str | Path) -> bool:
-    """Return whether a folder is one of Hugging Face's: it has a config.json."""
+    """Return whether a folder has a config.json, as Hugging Face's have."""
     return (Path(folder) / CONFIG).is_file()
 
 
 def read_hf(folder: str | Path) -> HFModel:
     """Read a folder's config.json, on this rank alone; ValueError if missing, malformed or unsupported."""
     path = Path(folder) / CONFIG
-    if not path.parent.is_dir():  # such as the Hub's name that a ported config has
+    if not path.parent.is_dir():  # such as a name on the Hub, from a ported config
         raise ValueError(
             f"{path.parent} is not a folder; nothing is fetched here, `hf download OWNER/NAME --local-dir FOLDER` makes one"
         )
@@ -228,14 +220,13 @@ def read_hf(folder: str | Path) -> HFModel:
 
 
 def read_architecture(tree: Mapping[str, object], where: str = "config.json") -> Architecture:
-    """Make an `Architecture` of config.json's entries.
+    """Build an `Architecture` from config.json's entries.
 
     >>> sizes = {"num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "intermediate_size": 96, "vocab_size": 61}
     >>> read_architecture({"model_type": "qwen3", **sizes, "rope_scaling": {"type": "yarn", "factor": 4.0}}).obstacles
     ("rope_type = 'yarn'",)
 
-    Raises:
-        ValueError: a family that is not known, a key that is missing or of another kind, two spellings of a key that differ.
+    ValueError: an unknown family, a missing or mistyped key, two spellings of a key that differ.
     """
     keys = Keys(tree, where)
     family = str(tree.get("model_type"))

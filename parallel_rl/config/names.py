@@ -1,4 +1,4 @@
-"""Names of what code registers: a config looks them up and imports nothing. Modules come from the user's own command line."""
+"""Names of registered code: a config looks them up and imports nothing; the command line names the modules."""
 
 from __future__ import annotations
 
@@ -50,40 +50,32 @@ def left_to_ranks(modules: Sequence[str]) -> Iterator[list[str]]:
     >>> lines
     ["not looked at: reward 'close', which my_rewards is to register when the ranks import it"]
 
-    Yields:
-        lines on these names, once the block is done.
+    Yields lines on these names, once the block is done.
     """
     lines: list[str] = []
     before = _LEFT.set({} if modules else None)
     try:
         yield lines
-        left = _LEFT.get() or {}
+        accepted = _LEFT.get() or {}
         lines += [
             f"not looked at: {name}, which {' or '.join(modules)} is to register when the ranks import it"
-            for name in left
+            for name in accepted
         ]
     finally:
         _LEFT.reset(before)
 
 
 def is_left(what: str, name: str) -> bool:
-    """Return whether an unregistered name is left to the ranks; a "module:name" never is.
-
-    See `left_to_ranks`.
-    """
-    left = _LEFT.get()
-    if left is None or not name.isprintable() or ":" in name:
+    """Return whether `left_to_ranks` accepts an unregistered name; it never accepts "module:name"."""
+    accepted = _LEFT.get()
+    if accepted is None or not name.isprintable() or ":" in name:
         return False
-    left[f"{what} {name!r}"] = None
+    accepted[f"{what} {name!r}"] = None
     return True
 
 
 def modules_of_user(given: Sequence[str]) -> list[str]:
-    """List the modules of --import, then those of PARALLEL_RL_IMPORT, by commas; ValueError for no name.
-
-    >>> modules_of_user(["my_rewards"])
-    ['my_rewards']
-    """
+    """List the modules of --import, then PARALLEL_RL_IMPORT's (by commas); ValueError for a bad name."""
     words = {f"--import {name}": name for name in given}
     for name in filter(None, os.environ.get(ENVIRONMENT, "").split(",")):
         words.setdefault(f"{ENVIRONMENT} = {name}", name.strip())

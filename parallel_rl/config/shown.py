@@ -1,4 +1,4 @@
-"""Safe renderings of foreign texts, addresses and keys, the only ones that messages, logs and records take."""
+"""Safe renderings of foreign texts, addresses and keys, for every message, log and record."""
 
 from __future__ import annotations
 
@@ -13,16 +13,12 @@ _ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://[^\s'\"]*")
 
 
 def printable(text: str) -> str:
-    """Escape the characters that would steer a terminal.
-
-    >>> printable("bold \\x1b[1m")
-    'bold \\\\x1b[1m'
-    """
+    """Escape the characters that would steer a terminal."""
     return "".join(char if char.isprintable() or char in "\n\t" else repr(char)[1:-1] for char in text)
 
 
 def shown(value: object) -> str:
-    """Show a value of a config: its `repr`, in which addresses have no user, password, query or fragment.
+    """Show the `repr` of a config's value; addresses lose user, password, query and fragment.
 
     >>> shown({"url": "http://me:secret@judge:80/score?key=abc"})
     "{'url': 'http://judge:80/score'}"
@@ -40,13 +36,9 @@ def without_private(text: str) -> str:
 
 
 def check_address(url: str) -> None:
-    """Refuse anything but an HTTP address that everybody may read.
+    """Refuse, without quoting secrets, any address but a public HTTP one.
 
-    >>> check_address("http://judge:80/score")
-
-    Raises:
-        ValueError: another scheme, no host, or a user, a password, a query or a fragment, which would be written to records and
-            logs; none of them is in the message.
+    ValueError: another scheme, no host, or a user, password, query or fragment, which records and logs would show.
     """
     if not url.startswith(("http://", "https://")):
         raise ValueError(f"url = {shown(url)} must start with http:// or https://")
@@ -67,7 +59,7 @@ def check_address(url: str) -> None:
 
 
 class Secret:
-    """A key; it shows as ***, and hides itself in what others say.
+    """A key that shows as *** and hides itself in messages of others.
 
     >>> key = Secret("sk-1234567890")
     >>> f"{key}", key.hide("wrong key sk-1234567890, or sk-123456...")

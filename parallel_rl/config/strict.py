@@ -1,4 +1,4 @@
-"""Strict configuration: a dataclass from a mapping, or an error that names key, value and what would be right."""
+"""Strict configuration: a dataclass from a mapping, or an error with key, value and cure."""
 
 from __future__ import annotations
 
@@ -112,11 +112,7 @@ def nearest(key: str, valid: typing.Iterable[str]) -> str:
 
 
 def closest(key: str, valid: typing.Iterable[str], cutoff: float = 0.5) -> str | None:
-    """Find the valid name closest to `key`, of those that share `cutoff` of its letters or more.
-
-    >>> closest("gpro", ["grpo", "dpo"])
-    'grpo'
-    """
+    """Find the valid name closest to `key` that shares at least `cutoff` of its letters."""
     names = sorted(valid)
     swapped = [name for name in names if sorted(name) == sorted(key)]  # a slip of the fingers
     close = swapped or difflib.get_close_matches(key, names, n=1, cutoff=cutoff)
@@ -124,7 +120,6 @@ def closest(key: str, valid: typing.Iterable[str], cutoff: float = 0.5) -> str |
 
 
 def _deeper(key: str, value: Mapping, hints: Mapping[str, typing.Any]) -> str:
-    """End the message for a key that belongs into a section, such as `steps` into `rl`; else ""."""
     sections = [name for name, item in value.items() if isinstance(item, Mapping) and name in hints]
     kinds = {
         name: [hint for hint in (hints[name], *get_args(hints[name])) if dataclasses.is_dataclass(hint)]
@@ -161,9 +156,7 @@ def _convert(hint: typing.Any, value: typing.Any, path: str) -> typing.Any:
             return None
         options = [arg for arg in args if arg is not type(None)]
         origins = {get_origin(option) for option in options}
-        if (
-            isinstance(value, Mapping) and dict not in origins
-        ):  # a fault of one of its keys is named, not that it is no text
+        if isinstance(value, Mapping) and dict not in origins:  # report the fault of one of its keys instead
             options = [option for option in options if dataclasses.is_dataclass(option)] or options
         for option in options[:-1]:
             try:
@@ -217,7 +210,7 @@ def _convert(hint: typing.Any, value: typing.Any, path: str) -> typing.Any:
 
 
 def at_least(config: object, **bounds: float) -> None:
-    """Refuses the named fields where they lie below their bounds, or are infinite or no number.
+    """Refuse fields that are below their bounds, infinite or NaN.
 
     >>> at_least(types.SimpleNamespace(steps=0), steps=1)
     Traceback (most recent call last):
@@ -231,12 +224,7 @@ def at_least(config: object, **bounds: float) -> None:
 def positive(config: object, *names: str, below: float | None = None, zero: bool = False) -> None:
     """Check that options are positive (with `zero`: not negative) and below a bound.
 
-    None passes, and without a bound infinity.
-
-    >>> positive(types.SimpleNamespace(epsilon=0.3), "epsilon", below=1)
-
-    Raises:
-        ValueError: the first that is not.
+    None passes, and infinity without a bound. ValueError names the first that fails.
     """
     for name in names:
         value = getattr(config, name)

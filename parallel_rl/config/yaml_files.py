@@ -12,7 +12,7 @@ from parallel_rl.config.shown import shown, without_private
 
 Tree = dict[str, object]
 
-# keys below which a text, or each text of a list, is a path that starts at the file's folder
+# keys whose texts are paths, relative to the file's folder
 _PATHS = (
     *(("data", source) for source in ("train", "held_out", "examples", "pairs", "answers", "solutions", "rollouts")),
     ("tokenizer", "hf"),
@@ -32,7 +32,7 @@ class _Loader(yaml.SafeLoader):
     def __init__(self, text: str) -> None:
         super().__init__(text)
         self.depth = 0
-        self.sizes: dict[int, int] = {}  # of each node, with what its aliases name
+        self.sizes: dict[int, int] = {}  # of each node, aliases expanded
 
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
         mark, alias = self.peek_event().start_mark, self.check_event(yaml.AliasEvent)
@@ -66,13 +66,10 @@ class _Loader(yaml.SafeLoader):
 
 
 def read_tree(path: Path) -> Tree:
-    """Read a YAML file, on top of the file that its key `extends` names (relative to it), if any.
+    """Read a YAML file on top of the file that its key `extends` names, if any.
 
-    Mappings are merged key by key, anything else is replaced. A mapping with another `name` is another variant, and replaces
-    the whole one below it. Relative paths start at the folder of the file that has them.
-
-    Raises:
-        ValueError: a missing or malformed file, `extends` in a circle or not a path.
+    Mappings are merged key by key, other values replaced. A mapping with another `name` replaces the whole one below it.
+    Relative paths start at the folder of their file. ValueError: a missing or malformed file, circular `extends` or not a path.
     """
     tree: Tree = {}
     for _, layer in read_layers(path):
@@ -101,17 +98,14 @@ def merged(below: Mapping[str, object], above: Mapping[str, object]) -> Tree:
 
 
 def override(tree: Tree, arguments: Sequence[str]) -> None:
-    """Set "--a.b", "value" or "--a.b=value" in `tree`; the value is YAML.
-
-    Relative paths start at the working folder.
+    """Set "--a.b", "value" or "--a.b=value" (YAML) in `tree`; paths start at the working folder.
 
     >>> tree = {"rl": {"steps": 5}}
     >>> override(tree, ["--rl.steps", "7", "--run.dir=here"])
     >>> tree
     {'rl': {'steps': 7}, 'run': {'dir': 'here'}}
 
-    Raises:
-        ValueError: an override without a value, or one below a value.
+    ValueError: an override without a value, or below a value.
     """
     for dotted, value in _pairs(arguments):
         keys = dotted.split(".")
@@ -123,14 +117,7 @@ def override(tree: Tree, arguments: Sequence[str]) -> None:
 
 
 def parsed(text: str) -> object:
-    """Read a YAML text.
-
-    >>> parsed("rl: {steps: 5}")
-    {'rl': {'steps': 5}}
-
-    Raises:
-        ValueError: it is malformed, or too deep or large; PyYAML's own conversions let other errors through.
-    """
+    """Read a YAML text; ValueError if malformed, too deep or too large, also for PyYAML's other errors."""
     try:
         return yaml.load(text, _Loader)  # nosec B506 # a SafeLoader
     except yaml.MarkedYAMLError as error:

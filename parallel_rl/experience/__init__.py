@@ -67,7 +67,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> object:
-    """Hand on the names of LightRFT's maker, which stands on a higher floor."""
+    """Load names of LightRFT's maker, which may not be imported here, on first use."""
     if name in _OF_LIGHTRFT:
         return getattr(import_module("parallel_rl.compat.lightrft.maker"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -19,9 +19,9 @@ class DynamicSampling:
     """Keep a prompt iff low < its mean raw reward < high, and draw others (DAPO, arXiv 2503.14476).
 
     Attributes:
-        low, high: in the unit of the rewards, both excluded.
-        max_rounds: draws in all, including the first.
-        exhausted: prompts then still missing are an "error", or "mask": the last drawn stay with `sample_mask` 0.
+        low, high: excluded bounds of the mean, in the unit of the rewards.
+        max_rounds: sampling rounds in all, including the first.
+        exhausted: after the last round, missing prompts are an "error", or "mask": the last samples stay with `sample_mask` 0.
     """
 
     low: float = 0.0
@@ -46,7 +46,7 @@ class DynamicSampling:
 
 
 # (places to fill, round) -> a prompt's samples for each place, adjacent; raw rewards [N] or [N, K]. Every rank calls it each
-# round, also without places; it may then return None.
+# round; without places it may return None.
 Draw = Callable[[Sequence[int], int], tuple[Samples, Tensor] | None]
 
 
@@ -55,8 +55,7 @@ class Drawn(NamedTuple):
 
     Attributes:
         keep: [N] bool: samples of prompts that stay.
-        first_rewards: of the first round: the policy's own.
-        tried: prompts drawn in all rounds.
+        first_rewards: of the first round, the policy's own. tried: prompts sampled in all rounds.
     """
 
     samples: Samples
@@ -87,15 +86,14 @@ def draw_groups(
     Args:
         draw: see `Draw`.
         groups: the data ranks; each continues while another lacks prompts.
-        in_place: later prompts take the places of those they replace; else prompts are in order of arrival, the masked ones
-            last.
+        in_place: later prompts take the places of those they replace; else order of arrival, masked prompts last.
 
     Raises:
         ValueError: prompts are missing after the last round and are not masked; on all data ranks alike.
     """
     parts: list[tuple[Samples, Tensor]] = []
     device = communication_device(groups.data, torch.device("cpu"))
-    group_at, missing, tried, left = [0] * count, list(range(count)), 0, 0
+    group_at, missing, tried, short = [0] * count, list(range(count)), 0, 0
     for number in range(1 if dynamic is None else dynamic.max_rounds):
         drawn = draw(missing, number)
         if drawn is not None:
@@ -105,12 +103,12 @@ def draw_groups(
             for place in missing:
                 group_at[place], tried = tried, tried + 1
             missing = [place for place, good in zip(missing, stays, strict=True) if not good]
-        left = 0 if dynamic is None else sum_over_ranks(len(missing), groups.data, device)
-        if not left:
+        short = 0 if dynamic is None else sum_over_ranks(len(missing), groups.data, device)
+        if not short:
             break
-    if dynamic is not None and left and dynamic.exhausted == "error":
+    if dynamic is not None and short and dynamic.exhausted == "error":
         raise ValueError(
-            f"after {dynamic.max_rounds} rounds {left} prompts have no mean reward between {dynamic.low} and {dynamic.high}; "
+            f"after {dynamic.max_rounds} rounds {short} prompts have no mean reward between {dynamic.low} and {dynamic.high}; "
             "raise max_rounds, widen the bounds, or set exhausted to 'mask'"
         )
     masked = {group_at[place] for place in missing}

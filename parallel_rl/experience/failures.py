@@ -1,4 +1,4 @@
-"""Samples that fail: scored again, counted by cause and masked, and an error if they are too many."""
+"""Failed samples: retried, counted by cause, masked, and an error if there are too many."""
 
 from __future__ import annotations
 
@@ -95,15 +95,12 @@ def without_lone(rewards: Tensor, size: int) -> Tensor:
 
 
 def lone_in_groups(scored: Tensor, group_ids: Tensor, data: ProcessGroup | None = None) -> Tensor:
-    """Mark samples [N] of a group of which one alone is scored; every data rank calls it.
+    """Mark samples [N] that alone are scored in their group; every data rank calls it.
 
     >>> lone_in_groups(torch.tensor([True, True, False, True]), torch.tensor([5, 6, 5, 6])).tolist()
     [True, False, True, False]
 
-    Args:
-        scored: [N] bool.
-        group_ids: [N], in any order.
-        data: the ranks that hold other samples.
+    `scored` is [N] bool, `group_ids` [N] in any order; the ranks of `data` hold other samples.
     """
 
     def lone(table: SampleTable) -> Tensor:
@@ -132,7 +129,7 @@ class SampleFailures:
             )
 
     def report_logprobs(self, source: str, failed: Tensor, sample_ids: Sequence[int]) -> None:
-        """Report the first of the samples [N] whose log-probs failed, if there is one."""
+        """Report the first of the samples [N] whose log-probs failed, if any."""
         if bool(failed.any()):
             first = sample_ids[int(failed.nonzero()[0, 0])]
             self.report("logprobs", f"{source} gave a log-prob that is not finite, of sample {first}")
@@ -150,16 +147,10 @@ class SampleFailures:
         data: ProcessGroup | None = None,
         sharing: Sequence[ProcessGroup | None] = (),
     ) -> None:
-        """Add this rank's samples and, by cause, masks of those that failed; every rank calls it.
+        """Add this rank's samples and, by cause, bool masks of the failed ones; every rank calls it.
 
-        Args:
-            samples: of this rank.
-            failed: bool tensors by cause.
-            data: the ranks that hold other samples.
-            sharing: groups whose ranks hold the same samples.
-
-        Raises:
-            ValueError: too many samples failed since the last `metrics`; on all ranks alike, with their first messages.
+        The ranks of `data` hold other samples, those of `sharing` the same ones.
+        ValueError on all ranks, with their first messages: too many samples failed since the last `metrics`.
         """
         device = communication_device(data, torch.device("cpu"))
         numbers = [samples, *(int(failed[cause].sum()) if cause in failed else 0 for cause in CAUSES)]
@@ -180,7 +171,7 @@ class SampleFailures:
         raise ValueError(what)
 
     def metrics(self) -> dict[str, float]:
-        """Return the counts of all ranks by name, and begin at 0."""
+        """Return the counts of all ranks by name, and reset them."""
         counts = {f"samples_failed/{cause}": float(n) for cause, n in zip(CAUSES, self._counts, strict=True)}
         self._samples, self._counts, self._first = 0, [0] * len(CAUSES), ""
         return counts

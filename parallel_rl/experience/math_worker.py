@@ -30,7 +30,7 @@ def main() -> None:
     for line in sys.stdin:
         try:
             verdict = equal(*json.loads(line))
-        except Exception:  # sympy's reaction to a text that is no mathematics
+        except Exception:  # sympy on a text that is no mathematics
             verdict = False
         print(int(verdict), flush=True)
 

@@ -121,8 +121,7 @@ def compute_advantages(
     >>> compute_advantages(fields, estimator_config({"name": "reinforce", "kl_coefficient": 0.25})).advantages
     tensor([[0.5000, 0.5000]])
 
-    Args:
-        fields: of an `Experience`, see `Samples.data`; what the estimator reads, and `sample_mask`.
+    `fields` are those of an `Experience` (`Samples.data`): what the estimator reads, and `sample_mask`.
 
     Raises:
         ValueError: what `estimate` refuses; on all data ranks alike.

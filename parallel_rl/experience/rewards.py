@@ -24,8 +24,8 @@ from parallel_rl.experience.checkers import check_math, exact_match, math_equal,
 from parallel_rl.groups import group_rank
 from parallel_rl.servers.http_reward import HTTPReward, HTTPRewardConfig, Scored, split_score
 
-# (prompt, completion, answer) -> reward, for a completion without its end token, or {"reward": number, ...} with fields of a
-# loss. An argument `extra` gets the record's other columns, an argument `tokens` the completion's ids with the end token.
+# (prompt, completion, answer) -> reward of a completion without end token, or {"reward": number, ...} with fields of a loss.
+# An argument `extra` gets the record's other columns, `tokens` the completion's ids with the end token.
 Checker = Callable[..., float | Mapping[str, object]]
 Extra = Mapping[str, object]
 
@@ -38,8 +38,8 @@ _MAY_READ = ("extra", "tokens")
 class RewardFunction(Protocol):
     """(prompts, completions, answers) of N samples -> [N] float64.
 
-    An answer is any JSON value; `extras` are the other columns of the records. `score` does the same, but gives the faults of
-    single samples in place of raising the first, and their fields; `tokens` are the completions' ids.
+    An answer is any JSON value, `extras` the records' other columns, `tokens` the completions' ids. `score` returns faults of
+    single samples instead of raising the first, and further fields.
     """
 
     def __call__(
@@ -95,7 +95,7 @@ def checker(name: str) -> Checker:
     if "://" in name:
         raise ValueError(f"reward = {shown(name)} is not valid; a server's URL starts with http:// or https://")
     if is_left("reward", name):
-        return exact_match  # never called: `check` looks at the rest
+        return exact_match  # never called: `check` only needs a checker
     raise ValueError(not_registered("reward", name, _CHECKERS, "register_reward"))
 
 
@@ -150,16 +150,12 @@ def score_once(
     sharing: Sequence[ProcessGroup | None] = (),
     data: ProcessGroup | None = None,
 ) -> Tensor:
-    """Score samples that several ranks hold only on the first of them, and broadcast.
+    """Score samples that several ranks hold on the first of them, and broadcast: [N] float64 on the host.
 
     Args:
-        score: returns [N]; called on the rank that is first in every group of `sharing`.
+        score: returns [N]; called on the first rank of every group of `sharing`.
         count: N.
-        sharing: the groups whose ranks hold the same samples (tensor, context, pipeline).
-        data: the ranks that hold others.
-
-    Returns:
-        [N] float64 on the host, the same on the ranks that share.
+        sharing: the groups whose ranks hold the same samples (tensor, context, pipeline). data: the ranks that hold others.
 
     Raises:
         ValueError: `score` raised on some rank; on all of them, so none waits.
@@ -255,7 +251,6 @@ def _check_signature(name: str, function: Checker) -> None:
 
 
 def _place(error: BaseException) -> str:
-    """Return the line in the reward where it failed; empty for a built-in function."""
     callers = (__file__, time_limit.__file__)
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename not in callers][:1]
     return "".join(f" at {frame.filename}:{frame.lineno}" for frame in frames)

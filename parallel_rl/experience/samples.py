@@ -224,8 +224,7 @@ class Experience(Samples):
     """Samples with the fields of a loss.
 
     Attributes:
-        prev_logprobs, reference_policy_logprobs: as `input_ids`: of the policy at the start of the step, and of the frozen
-            one.
+        prev_logprobs, reference_policy_logprobs: as `input_ids`, of the policy at the step's start and of the frozen one.
         values: as `input_ids`: `values[:, t]` is the critic's value before token t.
         kl: as `input_ids`: the estimate of the KL to the reference.
         advantages, returns: as `input_ids`.

@@ -76,10 +76,7 @@ class SoftOverlong(Overlong, name="dapo"):
 
 @dataclass(frozen=True)
 class StopProperly(Overlong, name="stop_properly"):
-    """Multiply a truncated response's reward by a coefficient in [0, 1], or set a negative one (ProRL).
-
-    coefficient: in [0, 1] a factor; below 0 the reward itself.
-    """
+    """Multiply a truncated response's reward by a coefficient, or set a negative one (ProRL)."""
 
     coefficient: float = 0.0
 

@@ -13,11 +13,11 @@ _AGAIN = 1.0  # seconds between alarms of one call: the function may have swallo
 
 
 class TimeLimitExceeded(BaseException):
-    """A call took longer than its limit; not an Exception, which the call itself may catch."""
+    """A call took longer than its limit; no Exception, which the call itself might catch."""
 
 
 def check_time_limit(seconds: float | None) -> None:
-    """Refuse a time limit outside the main thread, where Python handles no signals; ValueError."""
+    """Refuse a time limit outside the main thread, the only one that handles signals; ValueError."""
     if seconds is not None and threading.current_thread() is not threading.main_thread():
         raise ValueError(
             f"timeout = {seconds:g} of a reward function needs the main thread, because it uses the signal SIGALRM; score "
@@ -28,14 +28,8 @@ def check_time_limit(seconds: float | None) -> None:
 def within(seconds: float | None, call: Callable[[], ResultT]) -> ResultT:
     """Return the result of `call`, or end it after `seconds`; None is no limit.
 
-    The limit ends Python code and calls that wait (sleep, sockets, locks, processes). A call in compiled code ends when it
-    returns to Python. The alarm rings in the main thread only: `check_time_limit`.
-
-    >>> within(5.0, lambda: 2)
-    2
-
-    Raises:
-        TimeLimitExceeded: the call took longer, even if it returned a value then.
+    Ends Python code and waiting calls (sleep, sockets, locks); compiled code ends when it returns to Python. Main thread only.
+     TimeLimitExceeded: the call took longer, even if it returned a value then.
     """
     if seconds is None:
         return call()

@@ -1,1 +1,1 @@
-"""Arithmetic before a run: bytes of the loss stage and of the states of a rank, and lower bounds of a step's time."""
+"""Arithmetic before a run: memory of a rank, and lower bounds of a step's time."""

@@ -20,10 +20,7 @@ HEAD_FLOPS = {"in_forward": 6, "resident": 6, "recompute": 8, "whole logits, con
 
 
 class Card(NamedTuple):
-    """A card by its data sheet: memory in bytes, dense bfloat16 flops a second, bytes a second.
-
-    The rates are of memory, and per direction of NVLink and network.
-    """
+    """Data sheet of a card: bytes of memory, dense bfloat16 flops/s, bytes/s of memory and a link."""
 
     memory: float
     bandwidth: float
@@ -41,10 +38,7 @@ CARDS = {
 
 
 class Bound(NamedTuple):
-    """Lower bounds on a step's seconds, by resource.
-
-    Resources can overlap, so `step` is the largest bound.
-    """
+    """Lower bounds on a step's seconds, by resource; resources can overlap, so `step` is the largest."""
 
     ranks: int
     data: int
@@ -56,7 +50,6 @@ class Bound(NamedTuple):
 
     @property
     def step(self) -> float:
-        """Return the largest bound."""
         return max(self.compute, self.loss_stage, self.tensor_collectives, self.gradient_collective)
 
 
@@ -79,9 +72,9 @@ def loss_stage_seconds(hidden: int, vocab: int, layout: Layout, card: Card, mode
 def bounds(model: ModelShape, layout: Layout, card: Card, micro_batches: int = 1) -> Iterator[Bound]:
     """Bound an optimizer step on 1 to 10,000 ranks of this layout; data ranks have equal tokens.
 
-    Compute is 6 flops a weight and token without attention's own products; gradients travel once a step in float32 (with the
-    distributed optimizer reduced to their owners, and the weights gathered). Ranks lie in Megatron's order, tensor, context,
-    data, pipeline, on nodes of 8 cards with a network each, which every collective can share.
+    Compute is 6 flops a weight and token, without attention's own products. Gradients travel once a step in float32; with the
+    distributed optimizer they are reduce-scattered and the weights gathered. Ranks lie in Megatron's order (tensor, context,
+    data, pipeline) on nodes of 8 cards, each with a network link that every collective can share.
 
     >>> from parallel_rl.plan.memory import Layout
     >>> from parallel_rl.plan.models import ModelShape
@@ -110,8 +103,8 @@ def bounds(model: ModelShape, layout: Layout, card: Card, micro_batches: int = 1
 def _tensor_seconds(model: ModelShape, layout: Layout, card: Card) -> float:
     """Bound the last stage's tensor collectives of hidden states, their gradients and statistics.
 
-    Attention and MLP of each layer all-reduce their output forward and the gradient of their input backward, the LM head only
-    the latter. An all-reduce, or an all-gather and reduce-scatter, moves each element into a card once.
+    Each layer's attention and MLP all-reduce output (forward) and input gradient (backward), the LM head only the latter. An
+    all-reduce moves each element into a card once.
     """
     tp = layout.tensor
     if tp == 1:
@@ -125,8 +118,7 @@ def _tensor_seconds(model: ModelShape, layout: Layout, card: Card) -> float:
 def _gradient_seconds(weights: int, layout: Layout, card: Card) -> float:
     """Bound the data and context ranks' reduction of the gradients, and the gathering of the weights.
 
-    They lie `tensor` ranks apart: a node's cards hold min(tensor, NODE) shards, and each leaves the node once, except for parts
-    that the node's own cards reduce.
+    These ranks lie `tensor` apart: a node holds min(tensor, NODE) shards, and each leaves the node once.
     """
     shared = layout.data * layout.context
     size = weights * (4 + (layout.dtype.itemsize if layout.distributed_optimizer else 0))
@@ -135,9 +127,6 @@ def _gradient_seconds(weights: int, layout: Layout, card: Card) -> float:
 
 
 def _link_seconds(of_card: float, of_node: float, card: Card) -> float:
-    """Bound the traffic into (or out of) a card and a node.
-
-    A card uses both of its links if some traffic crosses nodes; a node uses all its networks.
-    """
+    """Bound the traffic of a card, on both links if nodes are crossed, and of a node, on all networks."""
     ways = card.link + (card.network if of_node else 0.0)
     return max(of_card / ways, of_node / NODE / card.network)

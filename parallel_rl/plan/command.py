@@ -1,4 +1,4 @@
-"""`parallel-rl plan MODEL --tokens T [--tensor N ...]`: what fits, in which mode, and how fast it can be at best."""
+"""`parallel-rl plan MODEL --tokens T [--tensor N ...]`: what fits, in which mode, and the fastest possible step."""
 
 from __future__ import annotations
 
@@ -14,12 +14,11 @@ if TYPE_CHECKING:
     from parallel_rl.plan.source import Source
 
 _DTYPES = ("bfloat16", "float16", "float32")
-_LAYOUT = ("tensor", "context", "pipeline", "data", "sequence_parallel")  # flags that are named as fields of it
-_MOST_UNREAD = 12  # that are named
+_LAYOUT = ("tensor", "context", "pipeline", "data", "sequence_parallel")  # flags named as the layout's fields
+_MOST_UNREAD = 12  # unread keys named in the output
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add the command's arguments."""
     parser = commands.add_parser(
         "plan",
         help="predict a rank's memory and a step's lower bound from a model's sizes, without a GPU",
@@ -61,14 +60,10 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 def run(
     known: argparse.Namespace, read: Callable[[str, Mapping[str, object]], Source], say: Callable[[str], object]
 ) -> int:
-    """Print the plan; 0 where some mode fits, 1 where none does.
+    """Print the plan by `say`; return 0 if some mode fits, else 1.
 
-    Args:
-        read: MODEL, and the fields of the layout that flags give, to what it says.
-        say: prints.
-
-    Raises:
-        ValueError: a model that cannot be read, sizes that are not divisible as the layout needs.
+    `read` turns MODEL and the layout fields given by flags into a source.
+    ValueError: an unreadable model, sizes that the layout cannot divide.
     """
     import torch
 

@@ -10,7 +10,7 @@ from parallel_rl.config.strict import at_least
 
 @dataclass(frozen=True)
 class ModelShape:
-    """Sizes of a decoder, whole.
+    """Sizes of a whole decoder.
 
     >>> ModelShape(2, 64, 4, 4, 16, 176, 128, gated=True).parameters
     117056
@@ -56,7 +56,7 @@ class ModelShape:
 
     @property
     def embedding(self) -> int:
-        """Weights of the embedding, or of an LM head of its own."""
+        """Weights of the embedding, or of an untied LM head."""
         return self.vocab * self.hidden
 
     @property
@@ -67,7 +67,7 @@ class ModelShape:
 
     @property
     def active_parameters(self) -> int:
-        """Weights that one token is multiplied with, the embedding's look-up left out."""
+        """Weights that one token is multiplied with; the embedding's look-up is excluded."""
         experts = self.experts_per_token * self._mlp(self.expert_ffn) if self.experts else self.mlp
         return self.layers * (self.attention + experts) + self.embedding
 
@@ -84,7 +84,7 @@ class ModelShape:
 
     @property
     def replicated(self) -> int:
-        """Weights of a layer that every tensor rank holds: norms, router, biases of what tensor ranks add up."""
+        """Weights of a layer that every tensor rank holds: norms, router, biases of summed outputs."""
         return (
             2 * self._norm
             + (2 * self.head_dim if self.qk_norm else 0)

@@ -34,7 +34,7 @@ class RunPlan:
 
     @property
     def state_bytes(self) -> int:
-        """Bytes that are held throughout."""
+        """Bytes held throughout."""
         return sum(self.states.values())
 
     def fits(self, stage: Stage) -> bool:
@@ -42,16 +42,11 @@ class RunPlan:
         return self.state_bytes + stage.bytes <= self.memory
 
     def recommended(self, separable: bool = True) -> Stage | None:
-        """Return the mode with the fewest products, then the fewest bytes, of those that fit; else None.
-
-        Args:
-            separable: the loss is a sum over tokens, which `in_forward` needs.
-        """
+        """Return the fitting mode with fewest products, then bytes; `in_forward` needs a `separable` loss."""
         fitting = [s for s in self.stages if s.mode in _OURS and self.fits(s) and (separable or s.mode != "in_forward")]
         return min(fitting, key=lambda s: (s.mode == "recompute", s.bytes), default=None)
 
     def as_json(self) -> dict[str, object]:
-        """Plain numbers: bytes and seconds."""
         stages = {s.mode: {"bytes": s.bytes, "fits": self.fits(s), "terms": dict(s.terms)} for s in self.stages}
         best = {name: self.recommended(flag) for name, flag in (("token_separable", True), ("any_loss", False))}
         layout = asdict(self.layout) | {"dtype": str(self.layout.dtype).removeprefix("torch.")}

@@ -16,7 +16,7 @@ from parallel_rl.config.yaml_files import read_tree
 from parallel_rl.plan.models import ModelShape
 
 _MEGATRON = ("num_layers", "hidden_size", "num_attention_heads")
-#: Megatron's arguments that change what a rank holds in ways that are not counted, and the value at which each changes nothing
+#: Megatron arguments whose effect on memory is not counted, and the value without effect
 _NOT_COUNTED: Mapping[str, object] = {
     "account_for_embedding_in_pipeline_split": False,
     "account_for_loss_in_pipeline_split": False,
@@ -42,16 +42,16 @@ _NOT_COUNTED: Mapping[str, object] = {
 }
 #: arguments of multi_latent_attention
 _LATENT = ("kv_lora_rank", "q_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
-_NEAR = 0.9  # of a slip of the fingers; no two of Megatron's own arguments that matter here are as near
+_NEAR = 0.9  # likeness of a slip of the fingers; no two relevant Megatron arguments are as near
 
 
 @dataclass(frozen=True)
 class Source:
-    """A file's say.
+    """Model sizes and layout as a file sets them.
 
     Attributes:
         shape: sizes of the model.
-        layout: fields of `Layout` that it sets. unread: what else is in it.
+        layout: fields of `Layout` that it sets. unread: its other keys.
         data: lines on the data of a run that drops or cuts records, or shares prefixes.
     """
 
@@ -71,7 +71,7 @@ def read_source(path: str | Path) -> Source:
 
 
 def source_of(tree: Mapping[str, object], where: str = "the model") -> Source:
-    """Make the same of a mapping of one of either kind, see `read_source`.
+    """Read a mapping of either kind, see `read_source`.
 
     >>> sizes = {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "padded_vocab_size": 128, "swiglu": True}
     >>> source = source_of({**sizes, "lr": 1e-6})
@@ -119,7 +119,6 @@ def _refuse_not_counted(keys: Keys) -> None:
 
 
 def _others(keys: Keys, known: Collection[str]) -> Iterator[str]:
-    """List the keys that are not read; refuse a misspelt one."""
     for key, value in keys.tree.items():
         if key not in known:
             near = closest(key, known, _NEAR)
@@ -176,5 +175,4 @@ def _megatron_shape(keys: Keys) -> ModelShape:
 
 
 def _ffn(hidden: int, gated: bool) -> int:
-    """Return the width of the MLP that Megatron's arguments mean by default."""
     return 8 * hidden // 3 // 64 * 64 if gated else 4 * hidden

@@ -80,10 +80,7 @@ class CompletionServerConfig(PostingConfig):
 
 @dataclass(frozen=True)
 class Sampling:
-    """Sampling options: up to `max_tokens` or one of `ends`, at `temperature`, with top-k, then top-p.
-
-    A completion with a `fault` is sampled again with other seeds, at most `redraws` times.
-    """
+    """Sampling options; a completion with a `fault` is resampled with new seeds, at most `redraws` times."""
 
     max_tokens: int
     ends: tuple[int, ...]
@@ -113,15 +110,10 @@ class CompletionServer:
     def complete(
         self, prompts: Sequence[Sequence[int]], sample_ids: Sequence[int], sampling: Sampling | None = None
     ) -> list[Completion]:
-        """Complete each of N prompts; after a failure the call's other requests are abandoned.
+        """Complete N prompts; after a failure the call's other requests are abandoned.
 
-        Args:
-            sample_ids: N integers that name the samples; the first seeds a request.
-            sampling: instead of the servers' own options.
-
-        Raises:
-            ValueError: lists of different lengths, or an empty prompt.
-            CompletionServerError: the last attempt failed, or an answer is wrong.
+        The first of the N `sample_ids` in a request seeds it; `sampling` replaces the servers' own options.
+        ValueError: lists of different lengths, or an empty prompt. CompletionServerError: a failure or wrong answer.
         """
         with self._stopping() as stop:
             completions = gather(self._submit(prompts, sample_ids, sampling, stop), stop)
@@ -210,7 +202,6 @@ class CompletionServer:
         return completions
 
     def _placed(self, completion: Completion, url: str, path: str) -> Completion:
-        """Add the server to a completion and to its fault."""
         fault = None if completion.fault is None else str(self._poster.failure(url + path, completion.fault))
         return replace(completion, url=url, fault=fault)
 
@@ -250,7 +241,6 @@ class _Loads:
 
     @contextmanager
     def request(self) -> Iterator[Callable[[], str]]:
-        """Yield the function that chooses the server of the request's next attempt."""
         url: str | None = None
 
         def choose() -> str:

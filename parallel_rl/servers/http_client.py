@@ -145,7 +145,6 @@ class Poster:
             _waiting.ends()
 
     def _attempt(self, address: str, raw: bytes | None, read: Callable[[bytes], ResultT]) -> ResultT:
-        """Return one attempt's result, or raise `_FailedAttempt`."""
         try:
             answer = self._once(address, raw)
             _waiting.ends(f"{self.name} {address}")
@@ -168,16 +167,16 @@ class Poster:
 
     def _await(self, server: str, what: str, end: float, stop: threading.Event) -> None:
         """Wait a little for an absent server; ServerAwayError if its time is up."""
-        left = end - time.monotonic()
-        if left <= 0:
+        seconds = end - time.monotonic()
+        if seconds <= 0:
             raise ServerAwayError(f"{server}: {what}, for {self.config.wait:g} s (`wait`)")
-        _waiting.goes_on(server, what, left)
-        stop.wait(min(left, _LOOK, max(self.config.backoff, 0.01)))
+        _waiting.goes_on(server, what, seconds)
+        stop.wait(min(seconds, _LOOK, max(self.config.backoff, 0.01)))
 
     def failure(self, where: str, what: str, status: int | None = None, lost: bool = False) -> ServerError:
         """Make the error to raise, without the key, which servers may repeat, and control characters."""
-        said = " ".join(printable(what).split())
-        error = self.error(f"{self.name} {where}: {(said if self.key is None else self.key.hide(said))[:_LONGEST]}")
+        text = " ".join(printable(what).split())
+        error = self.error(f"{self.name} {where}: {(text if self.key is None else self.key.hide(text))[:_LONGEST]}")
         error.status, error.lost = status, lost
         return error
 
@@ -212,21 +211,20 @@ class _Waiting:
     def __len__(self) -> int:
         return len(self._threads)
 
-    def goes_on(self, server: str, what: str, left: float) -> None:
+    def goes_on(self, server: str, what: str, seconds: float) -> None:
         now = time.monotonic()
         with self._lock:
             self._threads.add(threading.get_ident())
             if now - self._told.get(server, -_TELL) < _TELL:
                 return
             self._told[server] = now
-        print(f"waiting for the {server}: {what}; {left:.0f} s left", flush=True)
+        print(f"waiting for the {server}: {what}; {seconds:.0f} s left", flush=True)
 
     def ends(self, answering: str | None = None) -> None:
-        """Stop waiting; if a server answered, print that it is back."""
         with self._lock:
             self._threads.discard(threading.get_ident())
-            told = answering is not None and self._told.pop(answering, None) is not None
-        if told:
+            printed = answering is not None and self._told.pop(answering, None) is not None
+        if printed:
             print(f"the {answering} answers", flush=True)
 
 

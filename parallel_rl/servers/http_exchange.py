@@ -48,9 +48,7 @@ class NoAnswerError(Exception):
 def exchange(url: str, body: bytes | None, headers: Mapping[str, str], seconds: float, most: int) -> Answer:
     """Post `body` to `url`, or get `url` if it is None; no proxy, redirection or retry.
 
-    Args:
-        seconds: from name look-up to the last byte.
-        most: bytes of an answer's body.
+    `seconds` cover name look-up to the last byte; `most` bounds the bytes of an answer's body.
 
     Raises:
         SlowError: no whole answer in `seconds`.
@@ -106,8 +104,8 @@ def _no_answer(error: Exception) -> NoAnswerError:
 
 def _reason(cause: Exception) -> str:
     if isinstance(cause, (IncompleteRead, http.client.IncompleteRead)):
-        left = "" if cause.expected is None else f"{cause.expected} bytes "
-        return f"the answer broke off {left}before its end"
+        missing = "" if cause.expected is None else f"{cause.expected} bytes "
+        return f"the answer broke off {missing}before its end"
     return str(cause) or type(cause).__name__
 
 
@@ -120,14 +118,12 @@ class _Meter:
         self._end, self._bytes = time.monotonic() + seconds, most
 
     def seconds(self) -> float:
-        """Return the remaining seconds; TimeoutError if none."""
-        left = self._end - time.monotonic()
-        if left <= 0:
+        seconds = self._end - time.monotonic()
+        if seconds <= 0:
             raise TimeoutError
-        return left
+        return seconds
 
     def count(self, size: int) -> None:
-        """Take `size` bytes; ConnectionError if fewer are left."""
         self._bytes -= size
         if self._bytes < 0:
             raise ConnectionError
@@ -145,10 +141,10 @@ class _Bounded:
         self._inner, self._meter = inner, meter
 
     def sendall(self, data: bytes) -> None:
-        left = memoryview(data)
-        while left:
+        unsent = memoryview(data)
+        while unsent:
             self._inner.settimeout(self._meter.seconds())
-            left = left[self._inner.send(left) :]
+            unsent = unsent[self._inner.send(unsent) :]
 
     def makefile(self, mode: str) -> io.BufferedReader:
         assert mode == "rb"
@@ -198,7 +194,6 @@ class _Secure(_Plain, HTTPSConnection):
 
 
 def _connected(connection: HTTPConnection, meter: _Meter) -> socket.socket:
-    """Connect a socket to the first of the host's addresses that answers."""
     failure: OSError = OSError("the host has no address")
     for *_, address in _looked_up(connection.host, connection.port, meter):
         try:

@@ -163,7 +163,6 @@ _Score = tuple[float, Mapping[str, object]]
 
 
 def _rewards(answer: bytes, count: int) -> list[_Score | str]:
-    """List the rewards of an answer with other fields, or a message for a reward that is no finite number."""
     reply = read_json(answer)
     rewards = reply.get("rewards") if isinstance(reply, dict) else None
     if not isinstance(rewards, list):

@@ -37,10 +37,8 @@ class Protocol:
     """How an engine receives weights.
 
     Attributes:
-        pause, resume: no request runs in between.
-        load: orders in between, for a folder and a version.
-        version: path to GET for `weight_version`.
-        hint: what a server without these paths lacks.
+        pause, resume: orders around `load`, which lists orders for a folder and a version.
+        version: path to GET for `weight_version`. hint: what a server without these paths lacks.
     """
 
     pause: Order
@@ -89,7 +87,7 @@ class ServerWeights:
     def __init__(self, config: CompletionServerConfig, engine: EngineName) -> None:
         self.config, self.engine, self._protocol = config, engine, PROTOCOLS[engine]
         self._poster = config.poster()
-        # an engine may end if it cannot load: a retry's answer would say less than the first
+        # an engine may end on a failed load; a retry's answer would say less than the first
         self._once = replace(self._poster, config=replace(config, retries=0, wait=0))
         brief = replace(config, timeout=min(config.timeout, _PROBE_TIMEOUT))
         self._probe = replace(self._poster, config=brief)
@@ -108,12 +106,9 @@ class ServerWeights:
     def check(self, shape: Mapping[str, object], *, as_drawn: bool = True) -> None:
         """Check, before training, that every server can follow the policy; waits for the answers.
 
-        Args:
-            shape: the policy's config.json, e.g. "vocab_size"; compared if the server's folder can be read.
-            as_drawn: log-probs must be of the tempered or truncated distribution, which vLLM reports.
-
-        Raises:
-            CompletionServerError: no answer, a missing endpoint, another model, or other log-probs.
+        `shape`, the policy's config.json, is compared if the server's folder can be read. `as_drawn`: log-probs must be of
+        the tempered or truncated distribution, as vLLM reports.
+        CompletionServerError: no answer, a missing endpoint, another model, or other log-probs.
         """
         gather(self._all(lambda url: self._check(url, shape, as_drawn)), threading.Event())
 
@@ -134,8 +129,10 @@ class ServerWeights:
                 if last or not error.lost:
                     raise
         self._post(self._poster, url, self._protocol.resume)
-        if (told := self._version(url, self._poster)) != version:
-            raise self._poster.failure(url, f"it was given the weights of version {version} and tells version {told!r}")
+        if (reported := self._version(url, self._poster)) != version:
+            raise self._poster.failure(
+                url, f"it was given the weights of version {version} and reports version {reported!r}"
+            )
 
     def _check(self, url: str, shape: Mapping[str, object], as_drawn: bool) -> None:
         folder = self._folder(url)
@@ -156,10 +153,9 @@ class ServerWeights:
             raise self._poster.failure(url, f"it serves another model, {folder}, with {theirs}; the policy has {ours}")
 
     def _folder(self, url: str) -> str | None:
-        """Return the folder that a server was started from, by its own report."""
         if self.config.api == "openai":
             models = _inside(self._get(url, "/v1/models", self._probe), "data")
-            served = {_text(_inside(one, "id")): one for one in models} if isinstance(models, list) else {}
+            served = {_text(_inside(model, "id")): model for model in models} if isinstance(models, list) else {}
             if self.config.model not in served:
                 raise self._poster.failure(
                     url, f"it has no model {self.config.model!r}; it serves {', '.join(map(repr, served)) or 'none'}"

@@ -12,10 +12,7 @@ ResultT = TypeVar("ResultT")
 
 
 class Workers:
-    """Runs calls on at most `limit` threads at a time, in order of arrival.
-
-    Threads start with calls and end with the last; the program's exit does not wait for them.
-    """
+    """Runs calls on at most `limit` threads, in order; the program's exit does not wait for them."""
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
@@ -24,7 +21,6 @@ class Workers:
         self._running = 0
 
     def submit(self, call: Callable[[], ResultT]) -> Future[ResultT]:
-        """Schedule a call and return its future."""
         future: Future[ResultT] = Future()
         with self._lock:
             self._queue.append((future, call))
@@ -64,7 +60,7 @@ def gather(futures: Sequence[Future[ResultT]], stop: threading.Event) -> list[Re
     failed = next((future for future in futures if future in done and future.exception() is not None), None)
     if failed is None:
         return [future.result() for future in futures]
-    stop.set()  # the others end at their next attempt: their samples are useless now
+    stop.set()  # the others end at their next attempt
     for future in futures:
         future.cancel()
-    raise failed.exception()  # type: ignore[misc]  # it has one
+    raise failed.exception()  # type: ignore[misc]

@@ -1,4 +1,4 @@
-"""Which drawing stands in which file."""
+"""File of each drawing."""
 
 from __future__ import annotations
 

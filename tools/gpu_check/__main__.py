@@ -24,7 +24,7 @@ GRACE = 10.0  # seconds in which a stage that was stopped may end its own proces
 
 
 def start(stage: str, limit: float, cpu: bool, folder: Path) -> Outcome:
-    """Run a stage in a process of its own, and stop it and what it started at its limit."""
+    """Run a stage in its own process; at its limit stop it and its children."""
     told = folder / f"{stage}.jsonl"
     command = [sys.executable, "-m", "tools.gpu_check", "--inside", str(told), stage, *(["--cpu"] if cpu else [])]
     hidden = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"} if cpu else {}
@@ -43,7 +43,7 @@ def start(stage: str, limit: float, cpu: bool, folder: Path) -> Outcome:
 
 
 def inside(stage: str, told: Path | None, device: str) -> bool:
-    """Run a stage in this process; whether all was right."""
+    """Run a stage in this process; return whether every check passed."""
     facts = Facts(stage, told)
     try:
         importlib.import_module(f"tools.gpu_check.{stage}").run(facts, device)
@@ -54,7 +54,7 @@ def inside(stage: str, told: Path | None, device: str) -> bool:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command; 1 where something is wrong, not where only a figure is missed."""
+    """Run the command; return 1 for a wrong result, not for a missed figure."""
     parser = argparse.ArgumentParser(prog="python -m tools.gpu_check", description=__doc__)
     parser.add_argument("stages", nargs="*", metavar="STAGE", help=f"of {', '.join(LIMITS)}; default: all")
     parser.add_argument("--cpu", action="store_true", help="tiny sizes on the host: tries the check itself")
@@ -81,7 +81,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:
-    """End whatever is left of a stage: first by asking, since torchrun then ends its ranks."""
+    """End a stage's remaining processes: first by SIGTERM, so that torchrun ends its ranks."""
     end, how = time.monotonic() + GRACE, signal.SIGTERM
     while how != signal.SIGKILL:
         try:
@@ -89,7 +89,7 @@ def _stop(process: subprocess.Popen[bytes]) -> None:
         except ProcessLookupError:
             return
         time.sleep(0.05)
-        process.poll()  # a process that nobody has asked for is still there
+        process.poll()  # reap the process, else it still counts as there
         how = signal.SIGCONT if time.monotonic() < end else signal.SIGKILL
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, how)

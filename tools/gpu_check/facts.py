@@ -1,4 +1,4 @@
-"""Facts that a stage finds out: printed as they come, and kept in a file that a stage which is stopped leaves behind."""
+"""Facts of a stage: printed at once, and kept in a file that survives a stopped stage."""
 
 from __future__ import annotations
 
@@ -66,21 +66,21 @@ class Facts:
     def tell(
         self, name: str, value: float | str, unit: str = "", *, most: float | None = None, least: float | None = None
     ) -> None:
-        """Tell a fact."""
+        """Report a fact."""
         self._add(Fact(self.stage, name, value, unit, most, least))
 
     def check(self, name: str, right: bool, why: str = "") -> None:
-        """Tell that something is right, or what is wrong with it."""
+        """Report that a check passed, or its fault."""
         self._add(Fact(self.stage, name, "right") if right else Fact(self.stage, name, why or "no", kind="wrong"))
 
     def not_run(self, name: str, why: str | BaseException) -> None:
-        """Tell of a peer or a part that this machine cannot run."""
+        """Report a peer or part that this machine cannot run."""
         text = _short(why) if isinstance(why, BaseException) else str(why)
         self._add(Fact(self.stage, name, text, kind="not run"))
 
     @contextlib.contextmanager
     def optional(self, name: str) -> Iterator[None]:
-        """What fails inside is told as not run: of somebody else's code."""
+        """Report a failure inside as not run: for third-party code."""
         try:
             yield
         except Exception as error:
@@ -88,7 +88,7 @@ class Facts:
 
     @contextlib.contextmanager
     def required(self, name: str) -> Iterator[None]:
-        """What fails inside is told as wrong, its traceback is printed, and the stage goes on."""
+        """Report a failure inside as wrong with its traceback, and continue the stage."""
         try:
             yield
         except Exception as error:
@@ -109,7 +109,7 @@ class Facts:
 
 
 def _short(error: BaseException) -> str:
-    """One line of an error; of one that another process sent, the last, which is the error itself."""
+    """Render an error in one line: the last line of an error from another process."""
     lines = str(error).strip().splitlines() or [""]
     return lines[-1] if lines[0].startswith("-- Process") else f"{type(error).__name__}: {lines[0]}"
 

@@ -53,5 +53,5 @@ def _call(kind: str, tokens: int, vocab: int, size: int, device: str) -> Callabl
         logits = drawn(*rows, vocab)
         return lambda: torch.autograd.grad(loss_fn(logits, data, *counts)[0], logits)
     hidden, weight = drawn(*rows, size), drawn(vocab, size)
-    # not backward(), which from the second call on adds to what the first one left
+    # not backward(), which would accumulate from the second call on
     return lambda: torch.autograd.grad(loss_fn(LMHeadInput(hidden, weight), data, *counts)[0], (hidden, weight))

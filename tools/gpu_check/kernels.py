@@ -79,7 +79,7 @@ def _shape(facts: Facts, tokens: int, width: int, dtype: torch.dtype, backend: B
 
 
 def _threshold(facts: Facts, tokens: int, width: int, dtype: torch.dtype, backend: Backend, copy: float) -> None:
-    """Top-p by two reads, beside the search that reads the logits for each digit: whether they agree, and the time of both."""
+    """Compare top-p by two reads with the search that reads the logits for each digit: results and times."""
     device, name = "cuda" if backend == "triton" else "cpu", str(dtype).removeprefix("torch.")
     g = torch.Generator(device).manual_seed(0)
     z = (3 * torch.randn(tokens, width, generator=g, device=device)).to(dtype)

@@ -10,7 +10,7 @@ from torch.profiler import ProfilerActivity, profile
 
 
 def kernel_table(call: Callable[[], object], device: str) -> list[tuple[str, float]]:
-    """Milliseconds of each kernel (on a CPU, of each operator) of one call, most first; the call runs once before."""
+    """Time each kernel (CPU: operator) of one call in ms, slowest first; warms up with one call."""
     call()
     activity = ProfilerActivity.CUDA if device == "cuda" else ProfilerActivity.CPU
     with profile(activities=[activity]) as seen:
@@ -23,7 +23,7 @@ def kernel_table(call: Callable[[], object], device: str) -> list[tuple[str, flo
 
 
 def issue_and_total(call: Callable[[], object], device: str, repeats: int = 5) -> tuple[float, float]:
-    """Milliseconds until the host has issued a call, and until all of it is done; the least of the repeats."""
+    """Time in ms until a call is issued and until it is done; the least of the repeats."""
 
     def wait() -> None:
         if device == "cuda":

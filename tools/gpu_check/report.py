@@ -14,7 +14,7 @@ from tools.gpu_check.facts import Fact
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a stage ended: "right", "wrong", "failed" (its process did) or "stopped" at its limit, and the facts until then."""
+    """End of a stage ("right", "wrong", "failed" process, "stopped" at its limit) and its facts."""
 
     stage: str
     ended: str
@@ -51,7 +51,7 @@ def page(outcomes: Sequence[Outcome], card: str) -> str:
 
 
 def write_json(path: Path, outcomes: Sequence[Outcome], card: str) -> None:
-    """Write everything that was told."""
+    """Write all facts."""
     content = {"card": card, "machine": machine(), "stages": [asdict(one) for one in outcomes]}
     path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 

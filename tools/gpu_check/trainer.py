@@ -30,7 +30,7 @@ class _Run(NamedTuple):
 _STEPS = 2
 _ALONE, _SHARED = "{}", "{tensor: 2, context: 2, sequence_parallel: true}"
 _BFLOAT16, _FUSED = "--run.dtype=bfloat16", "--model.fused_head=true"
-#: by name; the first goes on from its checkpoint, too
+#: by name; the first also resumes from its checkpoint
 _RUNS: Mapping[str, _Run] = {
     "float32": _Run(1, "", _ALONE),
     "bfloat16": _Run(1, "", _ALONE, (_BFLOAT16,)),
@@ -44,7 +44,7 @@ _SHOWN = 6000  # characters of what a run that failed printed last
 
 
 def run(facts: Facts, device: str) -> None:
-    """All runs at once, each in a folder of its own, then the first further; on a CPU that alone, on one small model."""
+    """Start all runs at once in separate folders, then resume the first; on a CPU run only one small model."""
     first = next(iter(_RUNS))
     runs = _RUNS if device == "cuda" else {first: _RUNS[first]._replace(options=_SMALL)}
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(len(runs)) as threads:
@@ -59,7 +59,7 @@ def run(facts: Facts, device: str) -> None:
             return
         before, further = _rows(into[first]), f"{first}, on from its checkpoint"
         if _tell(facts, further, into[first], _STEPS + 1, *_train(runs[first], into[first], _STEPS + 1)):
-            # one that started over would have each row anew, with the times of its own steps
+            # a run that started over would rewrite each row with new step times
             kept = _rows(into[first])[:-1] == before
             facts.check(f"{further}: it added a row to those of before", kept, "it started over")
 
@@ -82,7 +82,7 @@ def _train(one: _Run, folder: Path, steps: int) -> tuple[int | None, str]:
 
 
 def _tell(facts: Facts, name: str, folder: Path, steps: int, status: int | None, text: str) -> bool:
-    """Tell how a run ended, and show what one that failed printed; whether it came to RL step `steps`."""
+    """Report how a run ended, with a failed run's output; return whether it reached RL step `steps`."""
     if status != 0:
         print(text[-_SHOWN:], flush=True)
         why = f"not done after {_LIMIT:.0f} s" if status is None else _error(text) or f"status {status}"
@@ -97,13 +97,13 @@ def _tell(facts: Facts, name: str, folder: Path, steps: int, status: int | None,
 
 
 def _error(text: str) -> str:
-    """The first line that tells an error and is no line of code, which tracebacks indent."""
+    """Find the first line of an error that is not an indented traceback line."""
     lines = (re.sub(r"^\[rank\d+\]: ?", "", line) for line in text.splitlines())
     return next((line for line in lines if "rror" in line and not line[0].isspace()), "")
 
 
 def ended_within(limit: float, command: Sequence[str], environment: Mapping[str, str]) -> tuple[int | None, str]:
-    """A command's status, None where it was stopped, and what it printed: torchrun is asked first, it ends its ranks."""
+    """Run a command; return its status (None if stopped) and output. SIGTERM first lets torchrun end its ranks."""
     with (
         tempfile.NamedTemporaryFile() as told,
         subprocess.Popen(command, env=environment, stdout=told, stderr=subprocess.STDOUT) as process,  # nosec B603 # no shell

@@ -36,7 +36,7 @@ folder of the file that holds them. [Rewards](rewards.md) describes `reward`. In
 
 
 def config_page() -> str:
-    """Write the sections of a config, each class once, in the order in which they are first named."""
+    """Write the sections of a config, each class once, in order of first mention."""
     paths = _paths()
     parts = [INTRODUCTION]
     for cls, path in paths.items():

@@ -53,7 +53,7 @@ def options_table(cls: type, skip: Iterable[str] = (), sections: Mapping[str, st
 
 
 def nested_options(config: type, elsewhere: Iterable[type] = ()) -> str:
-    """Describe the options of the options, but of the classes that stand elsewhere."""
+    """Describe nested options, except classes with a page of their own."""
     parts = []
     for field, hint in typing.get_type_hints(config).items():
         for cls in (hint, *typing.get_args(hint)):

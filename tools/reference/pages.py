@@ -1,4 +1,4 @@
-"""Which generated page stands in which file."""
+"""File of each generated page."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def write(pages: dict[Path, Callable[[], str]]) -> None:
 
 
 def stale() -> list[Path]:
-    """List the committed pages that differ from what the code makes now."""
+    """List the committed pages that are out of date."""
     return [
         file for file, make in COMMITTED.items() if not file.is_file() or file.read_text(encoding="utf-8") != make()
     ]

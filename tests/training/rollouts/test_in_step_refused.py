@@ -37,7 +37,7 @@ def test_a_sample_of_another_version_than_was_acknowledged(tmp_path: Path) -> No
     ("engine", "more", "message"),
     [
         (EngineServer(lacks=("/weight_info",)), {}, "vllm has no /weight_info: start it with VLLM_SERVER_DEV_MODE=1"),
-        (EngineServer(stays=True), {}, "was given the weights of version 0 and tells version 'default'"),
+        (EngineServer(stays=True), {}, "was given the weights of version 0 and reports version 'default'"),
         (EngineServer(lacks=(COMPLETE,)), {}, "status 404 Not Found"),
         (EngineServer(lacks=("/collective_rpc",)), {}, "vllm has no /collective_rpc"),
         (EngineServer(), {"rl__server__model": "other"}, "it has no model 'other'; it serves 'tiny'"),
