@@ -155,7 +155,7 @@ def test_rooms_arrows_and_files_stay_few_and_small(house: House) -> None:
 def test_losses_call_public_members_of_other_objects_alone() -> None:
     """A protocol of private methods once said what a loss overrides, so that nobody could read it."""
     assert _private_calls("loss._read(call), self._own(), super()._own(), x._replace(y=1)") == ["loss._read"]
-    paths = [*(PACKAGE / "losses").rglob("*.py"), PACKAGE / "testing/claims.py", PACKAGE / "testing/on_logprobs.py"]
+    paths = [*(PACKAGE / "losses").rglob("*.py"), PACKAGE / "testing/alone.py", PACKAGE / "testing/on_logprobs.py"]
     found = {str(path): _private_calls(path.read_text(encoding="utf-8")) for path in paths}
     assert {path: calls for path, calls in found.items() if calls} == {}
 

@@ -121,8 +121,8 @@ def _doctor(known: argparse.Namespace) -> int:
 
 
 def _choices(path: str) -> OfConfig:
+    from parallel_rl.doctor import Finding
     from parallel_rl.doctor.command import OfConfig
-    from parallel_rl.doctor.findings import Finding
     from parallel_rl.training.config.load import as_mapping, load_config
     from parallel_rl.training.preflight.choices import choices, run_facts
 

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from parallel_rl.doctor.findings import Finding
+    from parallel_rl.doctor import Finding
     from parallel_rl.testing.whole_step.known_faults import RunFacts
 
 
@@ -52,11 +52,9 @@ def run(known: argparse.Namespace, of_config: Callable[[str], OfConfig]) -> int:
     Raises:
         ValueError: a config that does not load, --world outside a job, sizes without --world or that do not divide it.
     """
-    from parallel_rl.doctor.contracts import ask_contracts
-    from parallel_rl.doctor.faults import ask_faults
-    from parallel_rl.doctor.findings import as_text, exit_status
-    from parallel_rl.doctor.packages import packages, settings
-    from parallel_rl.doctor.ports import ask_ports
+    from parallel_rl.doctor import as_text, exit_status
+    from parallel_rl.doctor.faults import ask_contracts, ask_faults
+    from parallel_rl.doctor.packages import ask_ports, packages, settings
     from parallel_rl.doctor.world import Sizes, ask_world
 
     first = os.environ.get("RANK", "0") == "0"

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from parallel_rl.doctor.findings import Finding, Severity
+from parallel_rl.doctor import Finding, Severity
 from parallel_rl.groups import job_backend, take_device
 
 _SMALL, _LARGE = 50, 5  # calls that are timed

@@ -15,7 +15,7 @@ from parallel_rl.losses.core.requirements import Requirements
 from parallel_rl.losses.core.scalar_head import ScalarHeadLoss
 from parallel_rl.losses.registry import get_loss, losses
 from parallel_rl.metrics import Metrics
-from parallel_rl.vocab.truncation import KEEP_ALL, Truncation
+from parallel_rl.vocab.shards import KEEP_ALL, Truncation
 
 
 class _Unseen(LossFn[NoConfig]):

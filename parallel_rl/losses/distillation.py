@@ -18,9 +18,8 @@ from parallel_rl.losses.core.row_loss import TEACHER, LogitRows, RowLoss, mean_o
 from parallel_rl.losses.registry import register_loss
 from parallel_rl.validation import checks_values
 from parallel_rl.vocab.backends.torch_backend import math_dtype
-from parallel_rl.vocab.buckets import bucketed_log_probs
 from parallel_rl.vocab.divergence import divergence_of_shards
-from parallel_rl.vocab.topk import check_columns, column_log_probs, gather_columns, top_columns
+from parallel_rl.vocab.topk import bucketed_log_probs, check_columns, column_log_probs, gather_columns, top_columns
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -17,7 +17,7 @@ from parallel_rl.servers.completions import Completion, Expected, read_native, r
 from parallel_rl.servers.http_client import Poster, PostingConfig, ServerError
 from parallel_rl.servers.workers import Workers, gather
 from parallel_rl.vocab.sampling import sample_keys
-from parallel_rl.vocab.truncation import Truncation
+from parallel_rl.vocab.shards import Truncation
 
 _APIS = {"openai": ("/v1/completions", read_openai), "sglang": ("/generate", read_native)}
 _SEEDS = (1 << 53) - 1  # exact in every JSON parser

@@ -20,7 +20,7 @@ from parallel_rl.testing.diagnosis import Finding
 from parallel_rl.testing.layouts import Layout
 from parallel_rl.testing.pool import WorldError, run_world
 from parallel_rl.testing.report import LawBroken, Report
-from parallel_rl.testing.whole_step.face import check_step
+from parallel_rl.testing.whole_step import check_step
 from parallel_rl.testing.whole_step.layouts import StepLayout
 
 __all__ = [

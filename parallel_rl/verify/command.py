@@ -141,7 +141,7 @@ def run(arguments: argparse.Namespace, of_config: Callable[[str], Subject]) -> i
 
 
 def _write(arguments: argparse.Namespace, reports: Sequence[Report]) -> None:
-    from parallel_rl.verify.show import html, table
+    from parallel_rl.verify.run import html, table
 
     text = json.dumps(
         {"ok": all(report.ok for report in reports), "losses": [report.as_json() for report in reports]}, indent=1

@@ -17,7 +17,7 @@ from parallel_rl.config.strict import nearest
 from parallel_rl.testing.whole_step.layouts import StepLayout, check_layout, default_layouts
 
 if TYPE_CHECKING:
-    from parallel_rl.testing.whole_step.report import WholeStepReport
+    from parallel_rl.testing.whole_step.check import WholeStepReport
     from parallel_rl.testing.whole_step.subject import StepSubject
 
 _SIZES = ("tp", "cp", "pp", "dp", "vp", "ep", "etp", "micro")

@@ -10,9 +10,8 @@ import torch
 from parallel_rl.agreement import raise_on_all_ranks, shape_facts
 from parallel_rl.groups import all_gather
 from parallel_rl.validation import checks_values
-from parallel_rl.vocab.shards import VocabShard, check_spans
+from parallel_rl.vocab.shards import Truncation, VocabShard, check_spans
 from parallel_rl.vocab.threshold import kept_floor
-from parallel_rl.vocab.truncation import Truncation
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -56,7 +55,7 @@ def sample_tokens(
         logits: [..., V/tp] this rank's columns, any float dtype. −inf is never drawn.
         keys: [...] int64, one per row, the same on all ranks of the group; see `sample_keys`. Equal keys give equal noise.
         temperature: 0 is greedy: the largest logit, for any keys.
-        top_k, top_p: draw from the truncated distribution, see `parallel_rl.vocab.truncation.Truncation`; a few small
+        top_k, top_p: draw from the truncated distribution, see `parallel_rl.vocab.shards.Truncation`; a few small
             all-reduces more.
         group: tensor-parallel group; None is one shard.
         vocab_size: true size V; columns at or beyond it are padding and never drawn.

@@ -13,11 +13,15 @@ from parallel_rl.validation import checks_values
 from parallel_rl.vocab.backends.choice import Backend, check_backend
 from parallel_rl.vocab.backends.passes import (
     RowSpec,
+    branch_gradient,
+    branch_parts,
     combine_rows,
     row_gradient,
     row_parts,
     row_stats,
+    split_edges,
     truncated_row_parts,
+    with_branches,
 )
 from parallel_rl.vocab.backends.torch_backend import math_dtype
 from parallel_rl.vocab.consumed import (
@@ -28,7 +32,6 @@ from parallel_rl.vocab.consumed import (
     refuse_transforms,
     saved_logits,
 )
-from parallel_rl.vocab.edges import branch_gradient, branch_parts, split_edges, with_branches
 from parallel_rl.vocab.shards import VocabShard, check_spans
 
 if TYPE_CHECKING:

@@ -58,7 +58,7 @@ def kept_floor(z: Tensor, shard: VocabShard) -> Tensor:
     """Find the smallest logit that each row keeps, [T, 1] in z's dtype, −inf if all stay; for any split.
 
     >>> from parallel_rl.vocab.shards import VocabShard
-    >>> from parallel_rl.vocab.truncation import Truncation
+    >>> from parallel_rl.vocab.shards import Truncation
     >>> kept_floor(torch.tensor([[1.0, 4.0, 3.0, 2.0]]), VocabShard(0, 4, 4, truncation=Truncation(top_k=2)))
     tensor([[3.]])
 

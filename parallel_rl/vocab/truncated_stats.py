@@ -10,11 +10,10 @@ import torch
 from parallel_rl.agreement import raise_on_all_ranks, shape_facts
 from parallel_rl.validation import checks_values
 from parallel_rl.vocab.consumed import mark_consumed, saved_logits
-from parallel_rl.vocab.shards import VocabShard, check_spans
+from parallel_rl.vocab.shards import KEEP_ALL, Truncation, VocabShard, check_spans
 from parallel_rl.vocab.stats import IGNORE_INDEX, TokenStats, check_logits, check_tokens, stats_of_shard
 from parallel_rl.vocab.threshold import kept_floor
 from parallel_rl.vocab.topk import check_columns
-from parallel_rl.vocab.truncation import KEEP_ALL, Truncation
 
 if TYPE_CHECKING:
     from torch import Tensor

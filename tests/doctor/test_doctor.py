@@ -12,13 +12,11 @@ from pathlib import Path
 import pytest
 
 from parallel_rl.cli import main
+from parallel_rl.doctor import Finding, exit_status
 from parallel_rl.doctor import faults as doctor_faults
 from parallel_rl.doctor import packages as doctor_packages
-from parallel_rl.doctor.contracts import ask_contracts
-from parallel_rl.doctor.faults import ask_faults
-from parallel_rl.doctor.findings import Finding, exit_status
-from parallel_rl.doctor.packages import apex_kind, packages, settings
-from parallel_rl.doctor.ports import ask_ports
+from parallel_rl.doctor.faults import ask_contracts, ask_faults
+from parallel_rl.doctor.packages import apex_kind, ask_ports, packages, settings
 from parallel_rl.doctor.world import Sizes, _elsewhere, ask_world
 from parallel_rl.testing.pool import run_world
 from parallel_rl.testing.whole_step.known_faults import RunFacts, gate_line
@@ -135,7 +133,7 @@ def test_bad_input(
     arguments: list[str], message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("RANK", raising=False)
-    monkeypatch.setattr("parallel_rl.doctor.contracts.ask_contracts", list)
+    monkeypatch.setattr("parallel_rl.doctor.faults.ask_contracts", list)
     assert main(["doctor", *arguments]) == 2
     assert message in capsys.readouterr().err
 

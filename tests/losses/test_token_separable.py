@@ -7,11 +7,11 @@ import torch
 
 from parallel_rl import LossFn, TokenBatch, get_loss, register_objective
 from parallel_rl.losses.core.readers import without_dropped
+from parallel_rl.testing.alone import gradients, influence, token_batch
 from parallel_rl.testing.batches import make_batch
 from parallel_rl.testing.cases import Case
-from parallel_rl.testing.claims import gradients, influence, token_batch
 from parallel_rl.testing.hidden_states import reads_log_probs
-from parallel_rl.vocab.truncation import Truncation
+from parallel_rl.vocab.shards import Truncation
 from tests.distributed.law import CASES, RECIPES, one_of_each
 
 ON_LOG_PROBS = [case for case in CASES if reads_log_probs(case)]

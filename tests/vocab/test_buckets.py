@@ -12,8 +12,8 @@ from torch import Tensor
 
 from parallel_rl.testing.pool import run_world
 from parallel_rl.validation import validation
-from parallel_rl.vocab.buckets import bucketed_log_probs
 from parallel_rl.vocab.shards import VocabShard
+from parallel_rl.vocab.topk import bucketed_log_probs
 from tests.collectives import recorded
 from tests.vocab.test_topk import shard
 

@@ -22,11 +22,10 @@ from parallel_rl.vocab.backends import choice
 from parallel_rl.vocab.divergence import divergence_of_shards
 from parallel_rl.vocab.linear.plan import LinearMode
 from parallel_rl.vocab.sampling import sample_keys, sample_tokens
-from parallel_rl.vocab.shards import VocabShard
+from parallel_rl.vocab.shards import Truncation, VocabShard
 from parallel_rl.vocab.threshold import kept_floor
 from parallel_rl.vocab.topk import column_log_probs, gather_columns, top_columns
 from parallel_rl.vocab.truncated_stats import truncated_token_stats
-from parallel_rl.vocab.truncation import Truncation
 from tests.watch import NO_ORDER, AnyOrder, Watch
 
 N, V, D, K = 12, 40, 16, 3  # the last 4 columns are padding

@@ -16,10 +16,9 @@ from torch.utils._pytree import tree_leaves
 from parallel_rl.testing.pool import run_world
 from parallel_rl.vocab import threshold
 from parallel_rl.vocab.sampling import sample_keys, sample_tokens
-from parallel_rl.vocab.shards import VocabShard
+from parallel_rl.vocab.shards import Truncation, VocabShard
 from parallel_rl.vocab.threshold import kept_floor
 from parallel_rl.vocab.truncated_stats import truncated_token_stats
-from parallel_rl.vocab.truncation import Truncation
 
 V = 4096
 RULES = [

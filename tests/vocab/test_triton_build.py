@@ -19,8 +19,8 @@ if sys.platform != "linux" or os.environ.get("TRITON_INTERPRET") == "1":
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
+from parallel_rl.vocab.backends.choice import CUTS, PER_TOP, tiling  # noqa: E402
 from parallel_rl.vocab.backends.triton import kernels, operators  # noqa: E402
-from parallel_rl.vocab.backends.triton.cuts import CUTS, PER_TOP, tiling  # noqa: E402
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 RELEASE = tuple(int(part) for part in triton.__version__.split(".")[:2])

@@ -10,7 +10,7 @@ import torch
 
 from tests.vocab.test_triton_build import ARCHITECTURES, _cache, build_pass, machine_code, usage, wide_loop
 
-from parallel_rl.vocab.backends.triton.cuts import CUTS, tiling  # isort: skip  # after the skip of the import above
+from parallel_rl.vocab.backends.choice import CUTS, tiling  # isort: skip  # after the skip of the import above
 
 __all__ = ["_cache"]
 DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)

@@ -10,8 +10,8 @@ import torch
 
 from tests.vocab.test_triton_build import TYPES, _cache, accesses, build, machine_code, usage, wide_loop
 
-from parallel_rl.vocab.backends.triton import threshold_kernels as kernels  # isort: skip  # after the skip of the import above
-from parallel_rl.vocab.backends.triton.cuts import CUTS, tiling  # isort: skip
+from parallel_rl.vocab.backends.triton import threshold as kernels  # isort: skip  # after the skip of the import above
+from parallel_rl.vocab.backends.choice import CUTS, tiling  # isort: skip
 
 __all__ = ["_cache"]
 POINTERS = {

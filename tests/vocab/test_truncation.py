@@ -15,10 +15,9 @@ from torch import Tensor
 from parallel_rl import token_stats
 from parallel_rl.testing.pool import WorldError, run_world
 from parallel_rl.vocab.backends.choice import Backend
-from parallel_rl.vocab.shards import VocabShard
+from parallel_rl.vocab.shards import Truncation, VocabShard
 from parallel_rl.vocab.threshold import kept_floor
 from parallel_rl.vocab.truncated_stats import truncated_token_stats
-from parallel_rl.vocab.truncation import Truncation
 from tests.vocab.sorted_rows import kept_by_sorting
 
 T, V = 24, 37

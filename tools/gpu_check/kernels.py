@@ -11,11 +11,9 @@ from benchmarks.peers import broken, join_megatron
 from benchmarks.report import copy_bandwidth
 from benchmarks.token_stats_gpu import H200_SECONDS, measure
 from benchmarks.token_stats_gpu_methods import OURS, make_case, methods, ours, shard
-from parallel_rl.vocab.backends.choice import Backend
-from parallel_rl.vocab.backends.triton.cuts import CUTS, Cut
-from parallel_rl.vocab.shards import VocabShard
+from parallel_rl.vocab.backends.choice import CUTS, Backend, Cut
+from parallel_rl.vocab.shards import Truncation, VocabShard
 from parallel_rl.vocab.threshold import kept_floor
-from parallel_rl.vocab.truncation import Truncation
 from tools.gpu_check.facts import Facts
 from tools.gpu_check.profile import issue_and_total, kernel_table
 

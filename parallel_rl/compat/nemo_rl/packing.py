@@ -18,7 +18,7 @@ from parallel_rl.groups import group_size
 from parallel_rl.losses.core.one_row import PackedSequences
 from parallel_rl.vocab.backends.torch_backend import math_dtype
 from parallel_rl.vocab.linear.lm_head import LMHeadInput
-from parallel_rl.vocab.truncation import KEEP_ALL, Truncation
+from parallel_rl.vocab.shards import KEEP_ALL, Truncation
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

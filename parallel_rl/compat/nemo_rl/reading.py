@@ -17,11 +17,10 @@ from parallel_rl.layout import SequenceLayout
 from parallel_rl.losses.core.one_row import PackedSequences
 from parallel_rl.vocab.linear.lm_head import LMHeadInput, split_output
 from parallel_rl.vocab.linear.token_stats import stats_of_head
-from parallel_rl.vocab.shards import VocabShard
+from parallel_rl.vocab.shards import KEEP_ALL, Truncation, VocabShard
 from parallel_rl.vocab.stats import IGNORE_INDEX, check_logits, check_targets
 from parallel_rl.vocab.topk import column_log_probs, gather_columns
 from parallel_rl.vocab.truncated_stats import truncated_stats_of_shard
-from parallel_rl.vocab.truncation import KEEP_ALL, Truncation
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

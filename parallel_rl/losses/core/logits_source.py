@@ -20,8 +20,7 @@ from parallel_rl.losses.core.source import Agreement, Placed, Source
 from parallel_rl.replicated import Replicated
 from parallel_rl.validation import checks_values
 from parallel_rl.vocab.dtensor import shard_of_dtensor
-from parallel_rl.vocab.linear.lm_head import split_output
-from parallel_rl.vocab.linear.logits import check_whole
+from parallel_rl.vocab.linear.lm_head import check_whole, split_output
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -17,8 +17,8 @@ from parallel_rl.losses.core.recorded import RecordedCheck
 from parallel_rl.losses.core.requirements import WEIGHTS, Requirements
 from parallel_rl.losses.core.token_weights import weighted
 from parallel_rl.statistics import Statistics
-from parallel_rl.vocab.linear.logits import whole_logits
-from parallel_rl.vocab.truncation import Truncation
+from parallel_rl.vocab.linear.lm_head import whole_logits
+from parallel_rl.vocab.shards import Truncation
 
 if TYPE_CHECKING:
     from torch import Tensor

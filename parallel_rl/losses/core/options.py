@@ -9,8 +9,7 @@ import torch
 
 from parallel_rl.groups import group_size
 from parallel_rl.layout import CPLayout
-from parallel_rl.vocab.shards import VocabShard, check_logit_scale, check_spans
-from parallel_rl.vocab.truncation import KEEP_ALL, Truncation
+from parallel_rl.vocab.shards import KEEP_ALL, Truncation, VocabShard, check_logit_scale, check_spans
 
 if TYPE_CHECKING:
     from torch import Tensor

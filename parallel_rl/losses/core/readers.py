@@ -16,9 +16,9 @@ from parallel_rl.losses.core.one_row import stats_of_tree, targets_of_edges, tok
 from parallel_rl.metrics import Metric, Metrics
 from parallel_rl.validation import checks_values
 from parallel_rl.vocab.linear.token_stats import stats_of_head
+from parallel_rl.vocab.shards import KEEP_ALL
 from parallel_rl.vocab.stats import TokenStats, check_logits, check_targets, stats_of_shard
 from parallel_rl.vocab.truncated_stats import check_kept_ids, truncated_stats_of_shard
-from parallel_rl.vocab.truncation import KEEP_ALL
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from parallel_rl.counts import Aggregation, WeightedBy
-    from parallel_rl.vocab.truncation import Truncation
+    from parallel_rl.vocab.shards import Truncation
 
 Alignment = Literal["token", "predictor"]
 Reads = Literal["logits", "rows", "log-probs", "scalar"]

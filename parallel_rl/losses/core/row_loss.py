@@ -19,8 +19,7 @@ from parallel_rl.losses.core.measures import count_true, token_means
 from parallel_rl.losses.core.readers import check_vocabulary
 from parallel_rl.metrics import Metric, Metrics
 from parallel_rl.vocab.backends.torch_backend import compiles, math_dtype
-from parallel_rl.vocab.linear.row_values import chunk_size, row_values
-from parallel_rl.vocab.linear.teacher import check_teacher_head
+from parallel_rl.vocab.linear.row_values import check_teacher_head, chunk_size, row_values
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

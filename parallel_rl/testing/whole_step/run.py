@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -29,14 +30,40 @@ from parallel_rl.megatron import (
     wrap_model,
 )
 from parallel_rl.megatron.weights import global_buffers
-from parallel_rl.testing.whole_step.casts import keep_in_float32
 from parallel_rl.testing.whole_step.layouts import Rows, StepLayout, make_rows, micro_batches, packed_width
-from parallel_rl.testing.whole_step.provider import build_chunks
-from parallel_rl.testing.whole_step.refusals import Inapplicable, refusal
+from parallel_rl.testing.whole_step.ranks import Inapplicable, refusal
 from parallel_rl.testing.whole_step.script import run_script, wrap_for_script
 from parallel_rl.testing.whole_step.shrink import for_layout
-from parallel_rl.testing.whole_step.subject import Cut, Piece, RankResult, StepSubject, Truth, part
+from parallel_rl.testing.whole_step.subject import Cut, Piece, RankResult, StepSubject, Truth, build_chunks, part
 from parallel_rl.validation import validation
+
+
+def keep_in_float32(model: torch.nn.Module, kinds: Sequence[str]) -> None:
+    """Move modules of these classes to float32, with casts at their borders."""
+    for module in model.modules():
+        if type(module).__name__ in kinds:
+            module.float()
+            module.register_forward_pre_hook(_to_single, with_kwargs=True)
+            module.register_forward_hook(_to_double)
+
+
+def _to_single(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    return _cast(args, torch.float32), _cast(kwargs, torch.float32)
+
+
+def _to_double(module: torch.nn.Module, args: object, out: object) -> object:
+    return _cast(out, torch.float64)
+
+
+def _cast(value: Any, dtype: torch.dtype) -> Any:
+    if isinstance(value, Tensor) and value.is_floating_point():
+        return value.to(dtype)
+    if type(value) in (tuple, list):
+        return type(value)(_cast(item, dtype) for item in value)
+    if isinstance(value, Mapping):
+        return {name: _cast(item, dtype) for name, item in value.items()}
+    return value
+
 
 _RATE = 1.0  # of plain gradient descent: each weight moves by its clipped gradient
 

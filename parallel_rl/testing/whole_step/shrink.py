@@ -10,7 +10,7 @@ import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from parallel_rl.testing.whole_step.layouts import StepLayout
-from parallel_rl.testing.whole_step.refusals import Inapplicable
+from parallel_rl.testing.whole_step.ranks import Inapplicable
 
 VOCABULARY = 64
 _CAPS = {  # the largest size of each field; `shrink` caps heads, groups, layers and experts

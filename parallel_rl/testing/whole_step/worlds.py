@@ -1,4 +1,4 @@
-"""Run a subject's step on ranks: the one-process truth, each layout, and the parts of a gradient."""
+"""Run a subject's step on ranks: the one-process truth and its rounding, each layout, and the parts of a gradient."""
 
 from __future__ import annotations
 
@@ -20,13 +20,49 @@ from parallel_rl.testing.pool import WorldError, preload
 from parallel_rl.testing.whole_step.compare import NO_ANSWER, Compared, compare
 from parallel_rl.testing.whole_step.layouts import StepLayout, make_rows
 from parallel_rl.testing.whole_step.parts import joined, token_parts, weigh
-from parallel_rl.testing.whole_step.precision import measure_rounding
-from parallel_rl.testing.whole_step.provider import config_of, stage_refusal
-from parallel_rl.testing.whole_step.ranks import Ranks
-from parallel_rl.testing.whole_step.refusals import Inapplicable, refusal, refused, user_place
+from parallel_rl.testing.whole_step.ranks import Inapplicable, Ranks, refusal, refused, user_place
 from parallel_rl.testing.whole_step.run import run_layout, run_truth
 from parallel_rl.testing.whole_step.shrink import adds_balance, shrink
-from parallel_rl.testing.whole_step.subject import RankResult, StepSubject, Truth
+from parallel_rl.testing.whole_step.subject import RankResult, StepSubject, Truth, config_of, stage_refusal
+
+_MOST_KINDS = 6  # of modules that are kept in float32
+
+
+def measure_rounding(
+    subject: StepSubject, config: TransformerConfig, layout: StepLayout, timeout: float
+) -> tuple[float, tuple[str, ...]]:
+    """Compare float32 with float64 on one process; return the largest error and the float32 classes."""
+    truth, kinds = _run_in_float64(subject, config, layout, timeout)
+    seen = compare(layout, [run_layout(subject, config, layout, truth, torch.float32, timeout)], truth, 0.0)
+    errors = (seen.loss, seen.gradient, seen.norm, seen.weights, *seen.metrics.values())
+    return (max(errors) if all(map(math.isfinite, errors)) else math.inf), kinds
+
+
+def _run_in_float64(
+    subject: StepSubject, config: TransformerConfig, layout: StepLayout, timeout: float
+) -> tuple[Truth, tuple[str, ...]]:
+    """Run one process in float64; keep modules whose forward refuses float64 in float32."""
+    kinds: tuple[str, ...] = ()
+    while True:
+        try:
+            return run_truth(subject, config, layout, torch.float64, timeout, single=kinds), kinds
+        except Exception as error:
+            kind = _refusing_kind(error)
+            if not kind or kind in kinds or len(kinds) == _MOST_KINDS:
+                raise
+            kinds = (*kinds, kind)
+
+
+def _refusing_kind(error: Exception) -> str:
+    """Return the class of the innermost module whose forward raised; "" for the whole model or none."""
+    kind, trace = "", error.__traceback__
+    while trace is not None:
+        module = trace.tb_frame.f_locals.get("self")
+        if trace.tb_frame.f_code.co_name == "forward" and isinstance(module, torch.nn.Module):
+            kind = "" if hasattr(module, "module") or hasattr(module, "vocab_size") else type(module).__name__
+        trace = trace.tb_next
+    return kind
+
 
 BOUND = 1e-6  # of relative errors in float64
 _UNMEASURED = 2e-3  # in float32, where float64 gives no measure of the rounding

@@ -10,7 +10,7 @@ import torch
 
 from parallel_rl.config.strict import at_least
 from parallel_rl.training.reporting.trackers import check_loggers
-from parallel_rl.vocab.truncation import Truncation
+from parallel_rl.vocab.shards import Truncation
 
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
 

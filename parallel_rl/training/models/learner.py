@@ -34,7 +34,7 @@ from parallel_rl.training.models.nonfinite import Skips, where_nonfinite
 from parallel_rl.training.models.scoring import token_scores_of, values
 from parallel_rl.training.models.step_dump import StepDump
 from parallel_rl.training.models.train_step import StepMetrics, StepResult, train_step
-from parallel_rl.vocab.truncation import KEEP_ALL, Truncation
+from parallel_rl.vocab.shards import KEEP_ALL, Truncation
 
 
 def learning_rate(config: OptimizerConfig, done: int, total: int) -> float:

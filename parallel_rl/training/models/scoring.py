@@ -26,8 +26,8 @@ from parallel_rl.megatron import (
 from parallel_rl.training.batching.micro_batches import MicroBatch
 from parallel_rl.training.models.engine import Engine
 from parallel_rl.vocab.linear.lm_head import LMHeadInput
+from parallel_rl.vocab.shards import KEEP_ALL, Truncation
 from parallel_rl.vocab.stats import IGNORE_INDEX
-from parallel_rl.vocab.truncation import KEEP_ALL, Truncation
 
 ResultT = TypeVar("ResultT")
 

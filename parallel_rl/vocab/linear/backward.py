@@ -16,8 +16,7 @@ from parallel_rl.vocab.backends.passes import OutputGrads, RowSpec, row_gradient
 from parallel_rl.vocab.backends.torch_backend import rows_of
 from parallel_rl.vocab.linear.forward import Forward, KeptLogits
 from parallel_rl.vocab.linear.gemm import add_hidden_gradient, add_weight_gradient
-from parallel_rl.vocab.linear.params import LinearParams
-from parallel_rl.vocab.linear.rows import Rows, put_rows
+from parallel_rl.vocab.linear.params import LinearParams, Rows, put_rows
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -13,8 +13,7 @@ import torch
 
 from parallel_rl.groups import Pending, all_gather_start, group_size
 from parallel_rl.vocab.backends.passes import HalfLogits, combine_rows, row_parts, row_stats, truncated_row_parts
-from parallel_rl.vocab.linear.params import LinearParams, RowStats
-from parallel_rl.vocab.linear.rows import put_rows
+from parallel_rl.vocab.linear.params import LinearParams, RowStats, put_rows
 from parallel_rl.vocab.threshold import kept_floor
 
 if TYPE_CHECKING:

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
 import torch
 
 from parallel_rl.groups import group_size
+from parallel_rl.vocab.backends.choice import tops_of
 from parallel_rl.vocab.backends.torch_backend import math_dtype
-from parallel_rl.vocab.backends.triton.cuts import tops_of
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

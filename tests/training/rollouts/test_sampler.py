@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from parallel_rl.testing.pool import run_world
-from parallel_rl.vocab.truncation import Truncation
+from parallel_rl.vocab.shards import Truncation
 from tests.training.helpers import LAYOUTS, run
 
 PROMPTS = [[1, 4, 5, 13, 6, 14], [1, 8, 13, 8, 14], [1, 4, 13, 5, 3, 14], [1, 3, 14], [1, 9, 9, 13, 3, 3, 14]]

@@ -11,8 +11,8 @@ from torch.testing import assert_close
 
 from parallel_rl import LinearTokenStats, linear_token_stats, token_stats
 from parallel_rl.vocab.linear.gemm import scaled_to_
+from parallel_rl.vocab.linear.params import LossRows
 from parallel_rl.vocab.linear.plan import LinearMode
-from parallel_rl.vocab.linear.rows import LossRows
 from tests.vocab.linear.cases import N, Problem, V, dense, error, make
 
 SMALL = 4 * V * 8 * 3  # a few rows a chunk

@@ -9,7 +9,7 @@ import torch
 
 from parallel_rl import LMHeadInput, count_valid, get_loss
 from parallel_rl.vocab.backends.torch_backend import math_dtype
-from parallel_rl.vocab.linear.logits import whole_logits
+from parallel_rl.vocab.linear.lm_head import whole_logits
 from tests.vocab.linear.cases import error
 
 B, S, D, V, PADDED = 2, 9, 64, 50, 53

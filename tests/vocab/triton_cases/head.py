@@ -11,9 +11,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from parallel_rl import TokenStats, linear_token_stats
+from parallel_rl.vocab.backends.choice import PER_TOP
 from parallel_rl.vocab.backends.passes import HalfLogits, RowSpec, combine_rows, row_gradient, row_parts, row_stats
 from parallel_rl.vocab.backends.triton import operators
-from parallel_rl.vocab.backends.triton.cuts import PER_TOP
 from parallel_rl.vocab.backends.triton.operators import scale_
 from parallel_rl.vocab.linear.plan import HeadShape, make_plan
 from tests.vocab.triton_cases.common import DEVICE, error, logits_and_targets, upstream

@@ -81,13 +81,13 @@ def test_few_rows_are_split_over_programs(dtype: torch.dtype, tokens: int, monke
 
 
 def _splits(tokens: int, width: int, processors: int) -> int:
-    from parallel_rl.vocab.backends.triton.cuts import CUTS, tiling
+    from parallel_rl.vocab.backends.choice import CUTS, tiling
 
     return tiling(tokens, width, 2, processors, CUTS["stats", (9, 0)]).splits
 
 
 def test_every_column_is_in_exactly_one_program() -> None:
-    from parallel_rl.vocab.backends.triton.cuts import CUTS, tiling
+    from parallel_rl.vocab.backends.choice import CUTS, tiling
 
     for cut in CUTS.values():
         for tokens in (0, 1, 5, 500, 9000):

@@ -14,10 +14,9 @@ from torch import Tensor
 from parallel_rl.validation import validation
 from parallel_rl.vocab.backends.triton import threshold
 from parallel_rl.vocab.brackets import capacity
-from parallel_rl.vocab.shards import VocabShard
+from parallel_rl.vocab.shards import Truncation, VocabShard
 from parallel_rl.vocab.threshold import kept_floor
 from parallel_rl.vocab.truncated_stats import truncated_token_stats
-from parallel_rl.vocab.truncation import Truncation
 from tests.collectives import recorded
 from tests.vocab.triton_cases.common import DEVICE
 from tests.vocab.triton_cases.ranks import over_ranks

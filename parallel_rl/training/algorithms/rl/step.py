@@ -34,7 +34,7 @@ from parallel_rl.training.models.scoring import with_teacher_logits
 from parallel_rl.training.models.train_step import StepMetrics
 from parallel_rl.training.progress import TrainProgress
 from parallel_rl.training.session import Session
-from parallel_rl.vocab.truncation import KEEP_ALL, Truncation
+from parallel_rl.vocab.shards import KEEP_ALL, Truncation
 
 
 def check_mismatch(session: Session, config: RLConfig, experience: Experience, at: TrainProgress) -> StepMetrics:

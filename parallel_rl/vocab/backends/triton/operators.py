@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from parallel_rl.vocab.backends.triton.cuts import PER_TOP, cut, tiling
+from parallel_rl.vocab.backends.choice import PER_TOP, cut, tiling
 from parallel_rl.vocab.backends.triton.kernels import combine_kernel, gradient_kernel, merge_kernel, stats_kernel
 
 if TYPE_CHECKING:
