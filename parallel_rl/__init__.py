@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from parallel_rl.prefix_tree import PrefixTree, build_tree, from_nodes
     from parallel_rl.recipes import load_recipe
     from parallel_rl.statistics import Statistics
-    from parallel_rl.training.reporting.logger import register_logger
+    from parallel_rl.training.reporting.loggers import register_logger
     from parallel_rl.validation import set_validation
     from parallel_rl.vocab.linear.lm_head import LMHeadInput
     from parallel_rl.vocab.linear.token_stats import LinearTokenStats, linear_token_stats
@@ -117,7 +117,7 @@ _ROOMS = {
     "prefix_tree": ("PrefixTree", "build_tree", "from_nodes"),
     "recipes": ("load_recipe",),
     "statistics": ("Statistics",),
-    "training.reporting.logger": ("register_logger",),
+    "training.reporting.loggers": ("register_logger",),
     "validation": ("set_validation",),
     "vocab.linear.lm_head": ("LMHeadInput",),
     "vocab.linear.token_stats": ("LinearTokenStats", "linear_token_stats"),

@@ -25,7 +25,7 @@ FLOORS = (
     ("cli",),
 )
 TRAINING = (
-    ("progress", "reporting", "tokenizer"),
+    ("reporting", "tokenizer"),
     ("config",),
     ("batching", "data"),
     ("models",),

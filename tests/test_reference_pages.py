@@ -13,7 +13,7 @@ from parallel_rl.cli import command_parsers
 from parallel_rl.cli.keys import described, is_family, sections_of
 from parallel_rl.losses.registry import get_loss
 from parallel_rl.servers.http_reward import HTTPRewardConfig
-from parallel_rl.training.config.server import ServerConfig
+from parallel_rl.training.config.sections import ServerConfig
 from parallel_rl.training.config.train import TrainConfig
 from tests.training.helpers import ROOT
 from tools.reference import api, config, losses

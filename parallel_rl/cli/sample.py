@@ -56,7 +56,7 @@ def sample(known: argparse.Namespace, rest: Sequence[str]) -> int:
         sampling = replace(config.sampling, **{name: value for name, value in options.items() if value is not None})
         check_world(config.parallel)
         quiet()
-        from parallel_rl.training.algorithms.sampling import sample_prompts
+        from parallel_rl.training.checkpointing.export import sample_prompts
         from parallel_rl.training.models.engine import end_world
 
         answers = sample_prompts(

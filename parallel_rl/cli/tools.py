@@ -94,7 +94,7 @@ def _read_source(path: str, layout: Mapping[str, object]) -> Source:
 
     if not path.endswith((".yaml", ".yml")) or "model" not in read_tree(Path(path)):
         return read_source(path)
-    from parallel_rl.training.preflight.planned import planned
+    from parallel_rl.training.preflight.facts import planned
 
     return planned(path, layout)
 
@@ -109,7 +109,7 @@ def _loss_of_config(path: str) -> Subject:
     from parallel_rl.training.config.load import load_config
 
     quiet()
-    from parallel_rl.training.preflight.own_losses import own_loss
+    from parallel_rl.training.preflight.gate import own_loss
 
     return own_loss(load_config(path, []))
 
@@ -124,7 +124,7 @@ def _choices(path: str) -> OfConfig:
     from parallel_rl.doctor import Finding
     from parallel_rl.doctor.command import OfConfig
     from parallel_rl.training.config.load import as_mapping, load_config
-    from parallel_rl.training.preflight.choices import choices, run_facts
+    from parallel_rl.training.preflight.facts import choices, run_facts
 
     config = load_config(path)
     findings = [

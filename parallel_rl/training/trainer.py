@@ -18,26 +18,23 @@ from parallel_rl.experience.rewards import reward_function
 from parallel_rl.training.algorithms.evaluation import Evaluation, evaluate, shown_text
 from parallel_rl.training.algorithms.phases import Phase, check_dump, phases
 from parallel_rl.training.checkpointing import checkpoint, resume
-from parallel_rl.training.checkpointing.checkpoint import Contents
+from parallel_rl.training.checkpointing.checkpoint import Contents, begin_random_state, restore_random_state
 from parallel_rl.training.checkpointing.contents import checkpoint_metadata, same_weights, session_contents
-from parallel_rl.training.checkpointing.random_state import begin_random_state, restore_random_state
-from parallel_rl.training.checkpointing.run_lock import only_run
+from parallel_rl.training.checkpointing.run_folder import check_on_every_node, only_run
 from parallel_rl.training.checkpointing.storage import Retention
 from parallel_rl.training.config.load import as_mapping
 from parallel_rl.training.config.train import TrainConfig
-from parallel_rl.training.data.alphabet import settle_alphabet
+from parallel_rl.training.data.checking import settle_alphabet
 from parallel_rl.training.data.datasets import Datasets, find_data
 from parallel_rl.training.data.reading import read_datasets
 from parallel_rl.training.models.engine import build_engine, load_first_weights, start_world
-from parallel_rl.training.models.step_dump import StepDump
-from parallel_rl.training.preflight.run_folder import check_on_every_node
-from parallel_rl.training.preflight.sizes import check_layout, check_vocabulary, layout_text, length_check
-from parallel_rl.training.progress import TrainProgress
+from parallel_rl.training.models.train_step import StepDump
+from parallel_rl.training.preflight.check import check_layout, check_vocabulary, layout_text, length_check
 from parallel_rl.training.reporting.config_history import write_config
-from parallel_rl.training.reporting.curves import draw_curves
-from parallel_rl.training.reporting.run_log import RunLog, read_metrics
-from parallel_rl.training.rollouts.server_check import check_servers
+from parallel_rl.training.reporting.run_log import RunLog, draw_curves, read_metrics
 from parallel_rl.training.rollouts.sharing import queued_again_without_servers
+from parallel_rl.training.rollouts.weights import check_servers
+from parallel_rl.training.session import TrainProgress
 from parallel_rl.training.tokenizer.protocol import Tokenizer
 
 _DRAW_EVERY, _DRAW_SHARE = 20.0, 50  # seconds between pictures, and at most this fraction of the time

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from parallel_rl.config.yaml_files import override, read_tree
-from parallel_rl.training.data.records.paths import braces
+from parallel_rl.training.data.datasets import braces
 
 _NINE = "abcdefghi"
 _BOMB = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(

@@ -13,7 +13,7 @@ from parallel_rl.plan.bounds import CARDS, bounds, loss_stage_seconds
 from parallel_rl.plan.memory import Layout
 from parallel_rl.plan.models import ModelShape
 from parallel_rl.plan.report import plan_run
-from parallel_rl.training.preflight.planned import planned
+from parallel_rl.training.preflight.facts import planned
 from tests.plan.test_source import LLAMA, MEGATRON
 
 GRPO = Path(__file__).parents[2] / "configs/grpo_arithmetic.yaml"

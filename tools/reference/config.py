@@ -8,7 +8,7 @@ from parallel_rl.advantages import AdvantageEstimator
 from parallel_rl.cli.keys import about, is_family, sections_of
 from parallel_rl.losses.choice import LossConfig
 from parallel_rl.servers.http_reward import HTTPRewardConfig
-from parallel_rl.training.config.server import ServerConfig
+from parallel_rl.training.config.sections import ServerConfig
 from parallel_rl.training.config.train import TrainConfig
 from tools.reference.markdown import options_table, page, variants
 

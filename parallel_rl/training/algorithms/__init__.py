@@ -1,1 +1,1 @@
-"""One file per kind of step (supervised, preference, distillation, rl/), the evaluation, and the phases of a run."""
+"""Steps of each kind (on given records, of RL), rewards, the evaluation, and the phases of a run."""

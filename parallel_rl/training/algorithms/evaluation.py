@@ -17,9 +17,8 @@ from parallel_rl.training.algorithms.rewards import completion_rewards
 from parallel_rl.training.config.sections import EvaluationConfig
 from parallel_rl.training.data.examples import Prompt
 from parallel_rl.training.data.records.source import Records
-from parallel_rl.training.progress import TrainProgress
 from parallel_rl.training.rollouts.sampler import ROWS_AT_A_TIME, sample
-from parallel_rl.training.session import Session
+from parallel_rl.training.session import Session, TrainProgress
 
 
 def pass_at_k(passed: Tensor, k: int) -> Tensor:

@@ -10,9 +10,8 @@ from pathlib import Path
 from parallel_rl.config.hf_config import is_hf
 from parallel_rl.experience import SampleFailures
 from parallel_rl.losses.choice import LossConfig
-from parallel_rl.training.algorithms.preference import preference_step
-from parallel_rl.training.algorithms.rl.step import rl_step
-from parallel_rl.training.algorithms.supervised import distillation_step, supervised_step
+from parallel_rl.training.algorithms.rl_step import rl_step
+from parallel_rl.training.algorithms.supervised import distillation_step, preference_step, supervised_step
 from parallel_rl.training.checkpointing.checkpoint import load_weights
 from parallel_rl.training.checkpointing.contents import same_weights
 from parallel_rl.training.config.algorithms import DistillationConfig, RLConfig, SupervisedConfig
@@ -23,9 +22,8 @@ from parallel_rl.training.data.datasets import Datasets
 from parallel_rl.training.models.engine import Engine, build_critic, freeze_copy, load_frozen
 from parallel_rl.training.models.learner import Learner, build_loss
 from parallel_rl.training.models.train_step import StepMetrics
-from parallel_rl.training.progress import TrainProgress
 from parallel_rl.training.rollouts.remote import RemoteRollouts
-from parallel_rl.training.session import Session
+from parallel_rl.training.session import Session, TrainProgress
 from parallel_rl.training.tokenizer.protocol import Tokenizer
 
 Section = RLConfig | PreferenceConfig | SupervisedConfig | DistillationConfig

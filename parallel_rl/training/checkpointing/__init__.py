@@ -1,1 +1,1 @@
-"""Checkpoints: contents, atomic writes, verification, recovery and removal; the trainer decides when to save."""
+"""Checkpoints: contents, atomic writes, verification, recovery, removal and export; the folder of a run and its lock."""

@@ -1,8 +1,9 @@
-"""Save and load checkpoints through megatron's dist_checkpointing; a checkpoint is whole or absent."""
+"""Save and load checkpoints, random states included, through megatron's dist_checkpointing: whole or absent."""
 
 from __future__ import annotations
 
 import contextlib
+import random
 import shutil
 import socket
 from collections.abc import Callable, Mapping, Sequence
@@ -10,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Protocol, TypeVar
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
@@ -17,6 +19,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
 from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from torch import Tensor
 
 from parallel_rl.agreement import gather_results, on_first_rank, raise_on_all_ranks
@@ -32,11 +35,49 @@ from parallel_rl.training.checkpointing.manifest import (
     verify_checksums,
 )
 from parallel_rl.training.checkpointing.optimizer_state import fill_optimizer, optimizer_state
-from parallel_rl.training.checkpointing.random_state import random_state
-from parallel_rl.training.checkpointing.sharded import State, bytes_of, load_sharded, save_sharded
+from parallel_rl.training.checkpointing.sharded import State, bytes_of, check_pickles, load_sharded, save_sharded
 from parallel_rl.training.checkpointing.storage import Retention
-from parallel_rl.training.checkpointing.unpickling import check_pickles
 from parallel_rl.training.models.engine import Engine
+
+
+def begin_random_state(seed: int, data_rank: int) -> None:
+    """Seed Python, numpy and, with a GPU, the host's torch generator, for reward functions."""
+    rank_seed = random.Random(f"{seed} {data_rank}").getrandbits(32)
+    random.seed(rank_seed)
+    np.random.seed(rank_seed)
+    if torch.cuda.is_available():
+        torch.default_generator.manual_seed(rank_seed)
+
+
+def random_state() -> Mapping[str, object]:
+    kind, keys, place, has_gauss, gauss = np.random.get_state(legacy=True)
+    return {
+        "python": random.getstate(),
+        "numpy": (
+            str(kind),
+            torch.from_numpy(np.array(keys, dtype=np.int64)),
+            int(place),
+            int(has_gauss),
+            float(gauss),
+        ),
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
+        "megatron": {name: state.cpu() for name, state in get_cuda_rng_tracker().get_states().items()},
+    }
+
+
+def restore_random_state(state: Mapping[str, object]) -> None:
+    """Restore a state of `random_state`, on a machine of the same kind."""
+    python, numpy, host, device, megatron = (state[name] for name in ("python", "numpy", "torch", "cuda", "megatron"))
+    assert isinstance(python, tuple) and isinstance(numpy, tuple) and isinstance(megatron, dict)
+    assert isinstance(host, torch.Tensor)
+    random.setstate(python)
+    np.random.set_state((numpy[0], numpy[1].numpy().astype(np.uint32), *numpy[2:]))
+    torch.set_rng_state(host)
+    if isinstance(device, torch.Tensor) and torch.cuda.is_available():
+        torch.cuda.set_rng_state(device)
+    get_cuda_rng_tracker().set_states(megatron)
+
 
 NumberT = TypeVar("NumberT")
 

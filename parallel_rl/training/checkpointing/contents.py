@@ -11,8 +11,7 @@ from parallel_rl.training.checkpointing.checkpoint import Contents, Controllers,
 from parallel_rl.training.checkpointing.manifest import CheckpointMetadata, Value, differing
 from parallel_rl.training.config.sections import DTYPES
 from parallel_rl.training.config.train import TrainConfig
-from parallel_rl.training.progress import TrainProgress
-from parallel_rl.training.session import Session
+from parallel_rl.training.session import Session, TrainProgress
 
 _MODEL = "model."
 _TOKENIZER = "tokenizer."

@@ -14,7 +14,7 @@ from typing import Any
 import torch.distributed as dist
 
 from parallel_rl.agreement import describe, gather_results
-from parallel_rl.training.progress import TrainProgress
+from parallel_rl.training.session import TrainProgress
 
 MANIFEST = "manifest.json"
 _FORMAT = 2

@@ -11,7 +11,7 @@ from parallel_rl.config.strict import at_least
 from parallel_rl.experience import AdaptiveKLController, DynamicSampling, FailedSamplesConfig, Overlong
 from parallel_rl.functional.kl import KLType
 from parallel_rl.losses.choice import LossConfig
-from parallel_rl.training.config.fields import (
+from parallel_rl.training.config.data import (
     ESTIMATOR_FIELDS,
     OBSERVED,
     OF_TEACHER,
@@ -20,8 +20,7 @@ from parallel_rl.training.config.fields import (
     check_fields_available,
     own_names,
 )
-from parallel_rl.training.config.sections import OptimizerConfig
-from parallel_rl.training.config.server import ServerConfig
+from parallel_rl.training.config.sections import OptimizerConfig, ServerConfig
 
 
 @dataclass(frozen=True)

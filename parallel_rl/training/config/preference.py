@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from parallel_rl.config.strict import at_least
 from parallel_rl.losses.choice import LossConfig
-from parallel_rl.training.config.fields import LABELS, PREFERENCE_FIELDS, check_fields_available, own_names
+from parallel_rl.training.config.data import LABELS, PREFERENCE_FIELDS, check_fields_available, own_names
 from parallel_rl.training.config.sections import OptimizerConfig
 
 

@@ -10,9 +10,8 @@ from parallel_rl.losses.choice import LossConfig
 from parallel_rl.losses.core.requirements import Field
 from parallel_rl.servers.http_reward import HTTPRewardConfig
 from parallel_rl.training.config.algorithms import DistillationConfig, RLConfig, SupervisedConfig
-from parallel_rl.training.config.data import FIELDS, DataConfig
-from parallel_rl.training.config.fields import has_unknown_fields, own_fields
-from parallel_rl.training.config.model import ModelConfig, check_model_layout
+from parallel_rl.training.config.data import FIELDS, DataConfig, has_unknown_fields, own_fields
+from parallel_rl.training.config.model import ModelConfig, TokenizerConfig, check_model_layout
 from parallel_rl.training.config.preference import PreferenceConfig
 from parallel_rl.training.config.sections import (
     BatchConfig,
@@ -20,9 +19,8 @@ from parallel_rl.training.config.sections import (
     ParallelConfig,
     RunConfig,
     SamplingConfig,
+    ServerConfig,
 )
-from parallel_rl.training.config.server import ServerConfig
-from parallel_rl.training.config.tokenizer import TokenizerConfig
 
 OBJECTIVES = ("rl", "preference", "sft", "distillation")
 

@@ -12,7 +12,7 @@ from parallel_rl.training.config.data import FIELDS, FORM_NAMES, DataConfig
 from parallel_rl.training.data.conversations import unknown_keys
 from parallel_rl.training.data.conversions import alpaca, dialogues, ranked, renamed, sharegpt, texts_alone, verl
 from parallel_rl.training.data.format import Fields, Row, unread, without_own
-from parallel_rl.training.data.records.index import DataFile, stretch
+from parallel_rl.training.data.records.files import DataFile, stretch
 
 
 @dataclass(frozen=True)

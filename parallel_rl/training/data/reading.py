@@ -16,17 +16,15 @@ from numpy.typing import NDArray
 from parallel_rl.agreement import gather_results, raise_on_all_ranks
 from parallel_rl.training.config.algorithms import RLConfig
 from parallel_rl.training.config.train import TrainConfig
+from parallel_rl.training.data.checking import TextSet, Unfit, check, keys_of, longest_that_fits, shorten
 from parallel_rl.training.data.datasets import Datasets, Files, RecordT, check_cut
 from parallel_rl.training.data.examples import Answer, Example, Pair, Prompt, Rollout
-from parallel_rl.training.data.fit import Unfit, longest_that_fits, shorten
 from parallel_rl.training.data.format import Row, UnfitRecord
 from parallel_rl.training.data.forms import find_forms, left_aside
-from parallel_rl.training.data.parsers import parsers
-from parallel_rl.training.data.records.check import TextSet, check, keys_of
+from parallel_rl.training.data.parsers import Solution, parsers
 from parallel_rl.training.data.records.hugging_face import open_in_turn
 from parallel_rl.training.data.records.mapped import identity
 from parallel_rl.training.data.records.source import Records, index_of
-from parallel_rl.training.data.solutions import Solution
 from parallel_rl.training.tokenizer.protocol import Tokenizer
 
 Record = Prompt | Example | Pair | Answer | Solution | Rollout

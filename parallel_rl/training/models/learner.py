@@ -1,4 +1,4 @@
-"""A trained policy or critic: micro-batches of rows, their scores, and optimizer steps."""
+"""A trained policy or critic: micro-batches, scores, optimizer steps, and steps skipped for nonfinite gradients."""
 
 from __future__ import annotations
 
@@ -9,15 +9,16 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 
 import torch
+import torch.distributed as dist
 from megatron.core.optimizer import MegatronOptimizer
 from torch import Tensor
 
+from parallel_rl.agreement import gather_results
 from parallel_rl.experience.samples import Samples, SamplesT
 from parallel_rl.groups import all_gather
 from parallel_rl.losses.choice import LossConfig
 from parallel_rl.losses.core.base import LossFn
-from parallel_rl.training.batching.balance import balance
-from parallel_rl.training.batching.bin_packing import Capacity, pack
+from parallel_rl.training.batching.bin_packing import Capacity, balance, pack
 from parallel_rl.training.batching.micro_batches import MicroBatch, fit, in_order, micro_batches, width_unit
 from parallel_rl.training.batching.prefix_trees import (
     ScoredTokens,
@@ -30,11 +31,69 @@ from parallel_rl.training.batching.prefix_trees import (
 )
 from parallel_rl.training.config.sections import OptimizerConfig, SamplingConfig
 from parallel_rl.training.models.engine import Engine, build_optimizer
-from parallel_rl.training.models.nonfinite import Skips, where_nonfinite
 from parallel_rl.training.models.scoring import token_scores_of, values
-from parallel_rl.training.models.step_dump import StepDump
-from parallel_rl.training.models.train_step import StepMetrics, StepResult, train_step
+from parallel_rl.training.models.train_step import StepDump, StepMetrics, StepResult, train_step
 from parallel_rl.vocab.shards import KEEP_ALL, Truncation
+
+_SHOWN = 3  # places in a message
+
+
+@dataclass
+class Skips:
+    """Count of skipped optimizer steps: since the process began, and consecutive now."""
+
+    total: int = 0
+    in_a_row: int = 0
+
+    def judge(self, norm: float, config: OptimizerConfig, where: str) -> None:
+        """Count one more; ValueError if the config allows none, or the count is above `max_skips`."""
+        text = f"the gradient norm is {norm:g}{where}"
+        if config.on_nonfinite == "error":
+            raise ValueError(
+                f"{text}. The last good checkpoint is kept, see metrics.jsonl; optimizer.on_nonfinite = 'skip' leaves such a "
+                "step out"
+            )
+        self.total, self.in_a_row = self.total + 1, self.in_a_row + 1
+        if self.in_a_row > config.max_skips:
+            raise ValueError(
+                f"{text}. {self.in_a_row} steps in a row had such a norm, and optimizer.max_skips = {config.max_skips}. The "
+                "last good checkpoint is kept, see metrics.jsonl"
+            )
+
+
+def where_nonfinite(engine: Engine, loss_fn: LossFn, batches: Sequence[MicroBatch]) -> str:
+    """Describe the micro-batches and rows with nonfinite data or scores; a forward over all, on all ranks."""
+    if loss_fn.requirements.reads == "scalar":
+        name, scores = "values", values(engine, batches)
+    else:
+        name, scores = "log-probs", [scored[0] for scored in token_scores_of(engine, engine.model, batches, 1.0)]
+
+    def find() -> list[str]:
+        mine = []
+        for index, (batch, score) in enumerate(zip(batches, scores, strict=True)):
+            fields = {key: x for key, x in batch.data.items() if isinstance(x, Tensor) and x.is_floating_point()}
+            for key, x in {name: score, **fields}.items():
+                rows = _rows(x, batch)
+                if rows:
+                    what = f"{key} of row{'s' if len(rows) > 1 else ''} {', '.join(map(str, rows[:_SHOWN]))}"
+                    mine.append(f"data rank {engine.groups.dp_rank}, micro-batch {index}: {what}")
+        return mine
+
+    all_lines = list(dict.fromkeys(line for lines in gather_results(find) for line in lines))
+    if not all_lines:
+        return ": every score and field is finite, the backward is not"
+    more = f" and {len(all_lines) - _SHOWN} more" if len(all_lines) > _SHOWN else ""
+    return f"; not finite: {'; '.join(all_lines[:_SHOWN])}{more} (on {dist.get_world_size()} ranks)"
+
+
+def _rows(x: Tensor, batch: MicroBatch) -> list[int]:
+    """List the rows, by place in the step, of a [B] or [B, S] tensor with nonfinite counted values."""
+    if x.dim() not in (1, 2) or x.shape[0] != len(batch.indices):
+        return []
+    bad, mask = ~x.isfinite(), batch.data["token_mask"].bool()
+    if x.dim() == 2:
+        bad = (bad & mask if mask.shape == x.shape else bad).any(1)
+    return [batch.indices[row] for row in bad.nonzero().flatten().tolist()]
 
 
 def learning_rate(config: OptimizerConfig, done: int, total: int) -> float:

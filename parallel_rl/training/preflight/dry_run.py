@@ -13,12 +13,12 @@ from parallel_rl.training.algorithms.phases import phases
 from parallel_rl.training.batching.bin_packing import Capacity, deal, pack
 from parallel_rl.training.batching.micro_batches import in_order, width_unit
 from parallel_rl.training.config.train import TrainConfig
-from parallel_rl.training.data.alphabet import settle_alphabet
+from parallel_rl.training.data.checking import settle_alphabet
 from parallel_rl.training.data.datasets import Datasets, find_data
 from parallel_rl.training.data.examples import Pair
 from parallel_rl.training.data.reading import Record, lengths_of, read_datasets
 from parallel_rl.training.data.records.source import Records
-from parallel_rl.training.preflight.sizes import check_layout, length_check
+from parallel_rl.training.preflight.check import check_layout, length_check
 from parallel_rl.training.preflight.tree_fill import TreeFill, step_rows, tree_fill
 
 

@@ -21,10 +21,10 @@ from parallel_rl.experience.samples import Samples, padded_samples
 from parallel_rl.servers.completion_server import CompletionServer, Sampling
 from parallel_rl.servers.completions import Completion
 from parallel_rl.servers.weights import ServerWeights
-from parallel_rl.training.config.server import ServerConfig
+from parallel_rl.training.config.sections import ServerConfig
 from parallel_rl.training.models.engine import Engine
-from parallel_rl.training.rollouts.policy_folder import write_policy
 from parallel_rl.training.rollouts.sharing import Sharing, raise_first
+from parallel_rl.training.rollouts.weights import write_policy
 
 _RESTARTS = 3  # of servers, during one draw
 

@@ -144,7 +144,7 @@ def moved(
     """What this rank has after a balance of rows that say where they come from; so many of them are dealt as one."""
     import torch.distributed as dist
 
-    from parallel_rl.training.batching.balance import balance
+    from parallel_rl.training.batching.bin_packing import balance
 
     mine = lengths[rank]
     width = max(mine)

@@ -46,7 +46,7 @@ class Small:
         from parallel_rl.training.checkpointing import checkpoint
         from parallel_rl.training.checkpointing.contents import checkpoint_metadata
         from parallel_rl.training.checkpointing.storage import Retention
-        from parallel_rl.training.progress import TrainProgress
+        from parallel_rl.training.session import TrainProgress
 
         with torch.no_grad():
             for parameter in self.contents.engine.bare.parameters():

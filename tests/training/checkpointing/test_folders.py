@@ -17,7 +17,7 @@ from parallel_rl.training.checkpointing.storage import Retention
 def _folder(path: Path, steps: dict[int, int]) -> Path:
     """Checkpoints by their numbers, each with a manifest that says its step in its phase."""
     from parallel_rl.training.checkpointing.manifest import CheckpointMetadata, Manifest, checksum, write_manifest
-    from parallel_rl.training.progress import TrainProgress
+    from parallel_rl.training.session import TrainProgress
 
     for number, step in steps.items():
         final = storage.path_of(path, number)

@@ -79,7 +79,7 @@ def arguments(name: str, folder: Path, files: list[str], **more: object) -> list
 
 def _train_and_tell(rank: int, given: list[str]) -> list[str]:
     """The records that the steps of a run take, in their order."""
-    from parallel_rl.training.algorithms.rl import step
+    from parallel_rl.training.algorithms import rl_step
     from parallel_rl.training.data.records.source import Records
 
     taken: list[str] = []
@@ -92,8 +92,8 @@ def _train_and_tell(rank: int, given: list[str]) -> list[str]:
 
         return tells
 
-    stream, rollouts = telling(Records.stream), telling(step._read)
-    with mock.patch.object(Records, "stream", stream), mock.patch.object(step, "_read", rollouts):
+    stream, rollouts = telling(Records.stream), telling(rl_step._read)
+    with mock.patch.object(Records, "stream", stream), mock.patch.object(rl_step, "_read", rollouts):
         train_rows(rank, given)
     return taken
 

@@ -183,7 +183,7 @@ def test_init_from_starts_with_those_weights(tmp_path: Path, finished: Path) -> 
 
 def test_beside_a_gpu_the_host_s_generator_begins_with_the_seed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Megatron seeds the GPU's alone; on the host it has seeded torch's already, which must stay."""
-    from parallel_rl.training.checkpointing.random_state import begin_random_state
+    from parallel_rl.training.checkpointing.checkpoint import begin_random_state
 
     def drawn(seed: int, rank: int) -> float:
         torch.rand(3)

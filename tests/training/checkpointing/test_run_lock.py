@@ -15,14 +15,14 @@ from unittest import mock
 import pytest
 
 from parallel_rl.testing.pool import WorldError, run_world
-from parallel_rl.training.checkpointing import run_lock
+from parallel_rl.training.checkpointing import run_folder
 from tests.training.checkpointing.saves import arguments, snapshot
 from tests.training.helpers import train_rows
 
 HOLD = """
 import sys, time
 from pathlib import Path
-from parallel_rl.training.checkpointing.run_lock import _holding
+from parallel_rl.training.checkpointing.run_folder import _holding
 with _holding(Path(sys.argv[1])):
     print("held", flush=True)
     time.sleep(600)
@@ -102,9 +102,9 @@ def _requeued(rank: int, folder: Path, job: str, looks: int | None, timeout: flo
         clock[0] += seconds
 
     time = SimpleNamespace(monotonic=lambda: clock[0], sleep=sleep, strftime=lambda text: text)
-    with mock.patch.multiple(run_lock, _locked=look, time=time), mock.patch.dict(os.environ, SLURM_JOB_ID=job):
+    with mock.patch.multiple(run_folder, _locked=look, time=time), mock.patch.dict(os.environ, SLURM_JOB_ID=job):
         try:
-            with run_lock.only_run(folder, timeout):
+            with run_folder.only_run(folder, timeout):
                 return f"has it after {clock[0]:g} s"
         except ValueError as error:
             return f"{error} after {clock[0]:g} s"
@@ -115,7 +115,7 @@ def _on_a_node_of_its_own(rank: int, given: list[str], folder: Path) -> str:
     here = Path.cwd()
     os.chdir(folder / f"node {rank}")
     try:
-        with mock.patch.object(run_lock, "_CACHED", 0.5), pytest.raises(ValueError, match="share") as refused:
+        with mock.patch.object(run_folder, "_CACHED", 0.5), pytest.raises(ValueError, match="share") as refused:
             train_rows(rank, given)
     finally:
         os.chdir(here)
@@ -136,6 +136,6 @@ def test_a_folder_that_the_ranks_do_not_share_is_refused(tmp_path: Path) -> None
 
 def test_a_full_disk_does_not_keep_a_run_from_its_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The run tells how much room it needs; the lock only lacks its holder's name."""
-    monkeypatch.setattr(run_lock, "_locked", lambda path: FileIO("/dev/full", "r+"))
-    with run_lock._holding(tmp_path):
+    monkeypatch.setattr(run_folder, "_locked", lambda path: FileIO("/dev/full", "r+"))
+    with run_folder._holding(tmp_path):
         pass

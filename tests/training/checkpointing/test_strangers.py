@@ -20,7 +20,7 @@ from parallel_rl.testing.pool import run_world
 from parallel_rl.training.checkpointing import storage
 from parallel_rl.training.checkpointing.checkpoint import fill_weights
 from parallel_rl.training.checkpointing.manifest import MANIFEST, DamagedCheckpoint, checksum, read_manifest
-from parallel_rl.training.checkpointing.unpickling import check_pickles
+from parallel_rl.training.checkpointing.sharded import check_pickles
 from tests.training.checkpointing.saves import Small, arguments, snapshot
 
 

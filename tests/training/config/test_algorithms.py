@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from parallel_rl.testing.pool import run_world
-from parallel_rl.training.reporting.curves import draw_curves
-from parallel_rl.training.reporting.run_log import RunLog, read_metrics
+from parallel_rl.training.reporting.run_log import RunLog, draw_curves, read_metrics
 from tests.training.helpers import LAYOUTS, assert_near, run, train_rows
 
 TINY = {"model__hidden": 32, "run__dtype": "float64", "batch__micro_batch_size": 8, "evaluation": "{samples: 1}"}

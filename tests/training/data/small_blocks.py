@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from unittest import mock
 
-from parallel_rl.training.data.records import index
-from parallel_rl.training.data.records.paths import find_files
+from parallel_rl.training.data.datasets import find_files
+from parallel_rl.training.data.records import files as index
 from parallel_rl.training.data.records.source import Records, RecordT, index_of
 
 # around a test or the work of a rank: a rank of the warm pool keeps what it sets

@@ -12,7 +12,7 @@ import pytest
 from parallel_rl.experience.rewards import checker, exact_match
 from parallel_rl.training.config.load import load_config
 from parallel_rl.training.config.train import TrainConfig
-from parallel_rl.training.data.alphabet import settle_alphabet
+from parallel_rl.training.data.checking import settle_alphabet
 from parallel_rl.training.data.datasets import Datasets, find_data
 from parallel_rl.training.data.examples import (
     Rollout,
@@ -25,8 +25,8 @@ from parallel_rl.training.data.examples import (
 from parallel_rl.training.data.format import Format
 from parallel_rl.training.data.reading import read_datasets
 from parallel_rl.training.data.records.source import Records
-from parallel_rl.training.preflight.sizes import check_vocabulary
-from parallel_rl.training.tokenizer.characters import CharTokenizer
+from parallel_rl.training.preflight.check import check_vocabulary
+from parallel_rl.training.tokenizer.protocol import CharTokenizer
 from tests.training.data.small_blocks import open_records
 from tests.training.helpers import CONFIGS, DATA, run
 

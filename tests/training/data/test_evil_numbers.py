@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from parallel_rl.testing.pool import run_world
+from parallel_rl.training.data.checking import check
+from parallel_rl.training.data.datasets import find_files
 from parallel_rl.training.data.examples import Rollout, parse_rollout
-from parallel_rl.training.data.records.check import check
-from parallel_rl.training.data.records.paths import find_files
 from parallel_rl.training.data.records.source import index_of
 from tests.training.data.small_blocks import open_records, small_blocks
 

@@ -11,12 +11,12 @@ import yaml
 
 from parallel_rl.testing.pool import run_world
 from parallel_rl.training.config.load import load_config
+from parallel_rl.training.data.checking import shorten
 from parallel_rl.training.data.datasets import Datasets, find_data
 from parallel_rl.training.data.examples import Example, Pair, Prompt, Rollout
-from parallel_rl.training.data.fit import shorten
 from parallel_rl.training.data.reading import read_datasets
-from parallel_rl.training.preflight.planned import planned
-from parallel_rl.training.preflight.sizes import length_check
+from parallel_rl.training.preflight.check import length_check
+from parallel_rl.training.preflight.facts import planned
 from parallel_rl.training.tokenizer.protocol import Target
 from tests.training.data.small_blocks import small_blocks
 from tests.training.helpers import run

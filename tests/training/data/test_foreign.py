@@ -19,7 +19,7 @@ from parallel_rl.training.config.load import load_config
 from parallel_rl.training.data.examples import Rollout, parse_example, parse_pair, parse_prompt, write_rollouts
 from parallel_rl.training.data.format import Format
 from parallel_rl.training.data.parsers import parsers
-from parallel_rl.training.tokenizer.characters import CharTokenizer
+from parallel_rl.training.tokenizer.protocol import CharTokenizer
 from tests.training.helpers import LAYOUTS, run, train_rows
 from tests.training.tokenizer.folders import write_tokenizer
 

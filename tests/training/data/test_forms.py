@@ -11,7 +11,7 @@ import pytest
 from parallel_rl.config.strict import configure
 from parallel_rl.training.config.data import DataConfig
 from parallel_rl.training.config.load import load_config
-from parallel_rl.training.config.tokenizer import TokenizerConfig
+from parallel_rl.training.config.model import TokenizerConfig
 from parallel_rl.training.data.datasets import find_data
 from parallel_rl.training.data.examples import parse_example, parse_pair, parse_prompt
 from parallel_rl.training.data.format import Format, Row

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from parallel_rl.training.data.records.index import Entries, entries
+from parallel_rl.training.data.records.files import Entries, entries
 from parallel_rl.training.data.records.source import Order, permutation
 
 

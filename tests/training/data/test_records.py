@@ -12,11 +12,10 @@ import numpy as np
 import pytest
 
 from parallel_rl.testing.pool import WorldError, run_world
-from parallel_rl.training.data.records import index, source
-from parallel_rl.training.data.records.check import check, spread_blocks
-from parallel_rl.training.data.records.index import Entries
-from parallel_rl.training.data.records.jsonl import JsonlFile
-from parallel_rl.training.data.records.paths import braces, find_files
+from parallel_rl.training.data.checking import check, spread_blocks
+from parallel_rl.training.data.datasets import braces, find_files
+from parallel_rl.training.data.records import files, source
+from parallel_rl.training.data.records.files import Entries, JsonlFile
 from parallel_rl.training.data.records.source import Records, index_of
 from tests.training.data.small_blocks import open_records, small_blocks
 
@@ -310,8 +309,8 @@ def test_records_do_without_a_file() -> None:
 
 
 def test_an_index_is_small(tmp_path: Path) -> None:
-    assert index.stretch(10**6) == 1 << 16 and index.stretch(10**12) == 1 << 22
-    assert 10**12 / index.stretch(10**12) * index.ENTRY.itemsize < 10e6  # bytes for a terabyte
+    assert files.stretch(10**6) == 1 << 16 and files.stretch(10**12) == 1 << 22
+    assert 10**12 / files.stretch(10**12) * files.ENTRY.itemsize < 10e6  # bytes for a terabyte
     assert (
         source.AT_ONCE <= 1024 and index_of(find_files(str(write_jsonl(tmp_path / "a.jsonl", [1])), "x"), "x").size == 1
     )

@@ -12,14 +12,13 @@ import pytest
 from parallel_rl.losses.core.requirements import Field
 from parallel_rl.testing.pool import run_world
 from parallel_rl.training.config.load import load_config
-from parallel_rl.training.config.tokenizer import TokenizerConfig
+from parallel_rl.training.config.model import TokenizerConfig
+from parallel_rl.training.data.checking import shorten
 from parallel_rl.training.data.datasets import find_data
-from parallel_rl.training.data.fit import shorten
 from parallel_rl.training.data.format import Format
+from parallel_rl.training.data.parsers import Solution, parse_solution
 from parallel_rl.training.data.reading import read_datasets
-from parallel_rl.training.data.solutions import Solution, parse_solution
-from parallel_rl.training.tokenizer.characters import CharTokenizer
-from parallel_rl.training.tokenizer.protocol import Tokenizer
+from parallel_rl.training.tokenizer.protocol import CharTokenizer, Tokenizer
 from tests.training.helpers import CONFIGS, LAYOUTS, assert_near, run, train_rows
 from tests.training.tokenizer.folders import write_tokenizer
 

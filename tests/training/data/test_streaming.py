@@ -13,7 +13,7 @@ from parallel_rl.cli import main
 from parallel_rl.testing.pool import WorldError, run_world
 from parallel_rl.training.config.load import load_config
 from parallel_rl.training.preflight.dry_run import dry_run
-from parallel_rl.training.preflight.planned import planned
+from parallel_rl.training.preflight.facts import planned
 from tests.training.data.small_blocks import small_blocks
 from tests.training.helpers import CONFIGS, DATA, cut, run, train_rows
 

@@ -12,13 +12,13 @@ import pytest
 
 from parallel_rl.config.strict import configure
 from parallel_rl.training.config.data import DataConfig
-from parallel_rl.training.config.tokenizer import TokenizerConfig
+from parallel_rl.training.config.model import TokenizerConfig
 from parallel_rl.training.data.datasets import find_data
 from parallel_rl.training.data.examples import Answer, Example, Pair, parse_answer, parse_example, parse_pair
 from parallel_rl.training.data.format import Format
 from parallel_rl.training.data.forms import find_forms, read_of
+from parallel_rl.training.data.parsers import Solution, parse_solution
 from parallel_rl.training.data.records.source import Records, index_of
-from parallel_rl.training.data.solutions import Solution, parse_solution
 from parallel_rl.training.tokenizer.protocol import Target, Tokenizer
 from tests.training.data.trl_cases import FORMS, SEPARATOR, TOKENIZERS, WORD_IN_TWO
 from tests.training.tokenizer.folders import write_tokenizer

@@ -13,10 +13,10 @@ from parallel_rl.config.strict import configure
 from parallel_rl.losses.core.requirements import Field
 from parallel_rl.testing.pool import run_world
 from parallel_rl.training.config.data import DataConfig
-from parallel_rl.training.config.tokenizer import TokenizerConfig
+from parallel_rl.training.config.model import TokenizerConfig
 from parallel_rl.training.data.examples import parse_example, parse_pair, parse_prompt
 from parallel_rl.training.data.format import Format, Row
-from parallel_rl.training.tokenizer.characters import CharTokenizer
+from parallel_rl.training.tokenizer.protocol import CharTokenizer
 from tests.training.helpers import run, train_rows
 from tests.training.tokenizer.folders import write_tokenizer
 

@@ -92,7 +92,7 @@ def test_the_layers_of_a_dtype(
     """The engine's attention takes no float32 under context parallelism; and its layers are part of a checkpoint's identity."""
     from parallel_rl.megatron import model_config
     from parallel_rl.training.checkpointing.contents import checkpoint_metadata
-    from parallel_rl.training.progress import TrainProgress
+    from parallel_rl.training.session import TrainProgress
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: card)
     monkeypatch.setattr(model_config.importlib.util, "find_spec", lambda name: object() if package else None)

@@ -18,7 +18,7 @@ def _made(rank: int, given: list[str]) -> tuple[str, bool, str]:
     """The class of the optimizer, after its first step; whether Megatron's own choice is as before; what preflight says."""
     from megatron.core import optimizer
 
-    from parallel_rl.training.preflight.choices import choices
+    from parallel_rl.training.preflight.facts import choices
 
     with fused_adam_installed():
         made = Small(given).contents.optimizer

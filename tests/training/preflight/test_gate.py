@@ -95,8 +95,7 @@ def _losses(rank: int, overrides: list[str]) -> tuple[list[str], bool]:
 
     from parallel_rl.megatron import initialize
     from parallel_rl.training.config.load import load_config
-    from parallel_rl.training.preflight.gate import check_groups
-    from parallel_rl.training.preflight.own_losses import check_losses
+    from parallel_rl.training.preflight.gate import check_groups, check_losses
     from tests.training.preflight import local_loss  # noqa: F401  # registers doc_local_mean, as --import does
 
     config = load_config(str(CONFIGS / "grpo_arithmetic.yaml"), overrides)

@@ -13,12 +13,12 @@ import pytest
 
 from parallel_rl.testing import pool
 
-pool.preload("parallel_rl.training.preflight.run_folder")
+pool.preload("parallel_rl.training.checkpointing.run_folder")
 
 
 def _look(rank: int, folders: list[Path], read_only: int | None) -> None:
     """As two nodes of one rank each; the file system of one of them may be mounted for reading only."""
-    from parallel_rl.training.preflight.run_folder import check_on_every_node
+    from parallel_rl.training.checkpointing.run_folder import check_on_every_node
 
     refuses = OSError(errno.EROFS, os.strerror(errno.EROFS))
     with (

@@ -12,9 +12,8 @@ import pytest
 
 from parallel_rl.testing.pool import run_world
 from parallel_rl.training.config.load import load_config
-from parallel_rl.training.reporting.logger import Row, RunInfo, register_logger, registered
+from parallel_rl.training.reporting.loggers import Loggers, Row, RunInfo, check_loggers, register_logger, registered
 from parallel_rl.training.reporting.run_log import RunLog, read_metrics
-from parallel_rl.training.reporting.trackers import Loggers, check_loggers
 from tests.training.checkpointing.saves import arguments, can_mount, disk
 from tests.training.helpers import cut, train_rows
 

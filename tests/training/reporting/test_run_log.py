@@ -15,9 +15,8 @@ import pytest
 from rich.console import Console
 
 from parallel_rl.testing.pool import WorldError, run_world
-from parallel_rl.training.reporting import curves
-from parallel_rl.training.reporting.curves import draw_curves
-from parallel_rl.training.reporting.run_log import Row, RunLog, read_metrics
+from parallel_rl.training.reporting import run_log
+from parallel_rl.training.reporting.run_log import Row, RunLog, draw_curves, read_metrics
 from tests.training.checkpointing.saves import arguments, snapshot
 from tests.training.helpers import train_rows
 
@@ -205,7 +204,7 @@ def test_a_picture_that_cannot_be_written_leaves_the_older_one(tmp_path: Path, m
     def full(*_: object) -> None:
         raise OSError("No space left on device")
 
-    monkeypatch.setattr(curves.Path, "replace", full)
+    monkeypatch.setattr(run_log.Path, "replace", full)
     with pytest.raises(OSError, match="No space left"):
         draw_curves([*rows, {"phase": "rl", "step": 2, "reward": 2.0}], tmp_path / "curves.png", "a run")
     assert snapshot(tmp_path) == before

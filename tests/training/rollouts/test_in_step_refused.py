@@ -9,7 +9,7 @@ import pytest
 
 from parallel_rl.testing.pool import WorldError
 from parallel_rl.training.config.load import load_config
-from parallel_rl.training.config.server import ServerConfig
+from parallel_rl.training.config.sections import ServerConfig
 from tests.servers.engine_server import EngineServer, serve_engine
 from tests.training.helpers import run
 from tests.training.rollouts.test_in_step import COMPLETE, in_step

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from parallel_rl.training.tokenizer.characters import CharTokenizer
+from parallel_rl.training.tokenizer.protocol import CharTokenizer
 
 TOKENIZER = CharTokenizer("0123456789+=")
 

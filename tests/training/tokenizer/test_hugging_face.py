@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from parallel_rl.config.strict import configure
-from parallel_rl.training.config.tokenizer import TokenizerConfig
+from parallel_rl.training.config.model import TokenizerConfig
 from parallel_rl.training.tokenizer.chat_template import ChatOptions, ChatTemplate
 from parallel_rl.training.tokenizer.protocol import Message, Tokenizer
 from tests.training.tokenizer.folders import ANSWER, CONVERSATIONS, ENDS, write_tokenizer

@@ -16,8 +16,7 @@ import torch.distributed as dist
 from parallel_rl.agreement import gather_results
 from parallel_rl.groups import group_rank
 from parallel_rl.training.config.data import DatasetSource
-from parallel_rl.training.data.records.index import Entries, entries
-from parallel_rl.training.data.records.parquet import Table
+from parallel_rl.training.data.records.files import Entries, Table, entries
 
 if TYPE_CHECKING:
     import datasets

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from parallel_rl.config.json_text import brief
-from parallel_rl.training.data.records.index import Block, DataFile, Entries, Row
+from parallel_rl.training.data.records.files import Block, DataFile, Entries, Row
 
 MapFunction = Callable[[Row], object]
 

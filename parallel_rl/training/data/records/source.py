@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from parallel_rl.agreement import gather_results
 from parallel_rl.groups import group_rank, group_size
 from parallel_rl.training.data.format import UnfitRecord
-from parallel_rl.training.data.records.index import Block, DataFile, Entries, entries, fingerprint, stretch
+from parallel_rl.training.data.records.files import Block, DataFile, Entries, entries, fingerprint, stretch
 
 _GOLDEN, _FIRST, _SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 _MASK = (1 << 64) - 1

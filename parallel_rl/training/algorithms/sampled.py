@@ -19,10 +19,9 @@ from parallel_rl.training.config.algorithms import RLConfig
 from parallel_rl.training.data.examples import Prompt, Rollout, write_rollouts
 from parallel_rl.training.models.engine import Engine
 from parallel_rl.training.models.train_step import StepMetrics
-from parallel_rl.training.progress import TrainProgress
 from parallel_rl.training.rollouts.sampler import sample
 from parallel_rl.training.rollouts.sharing import Sharing
-from parallel_rl.training.session import Session
+from parallel_rl.training.session import Session, TrainProgress
 
 
 def sampled_experience(session: Session, config: RLConfig, at: TrainProgress) -> tuple[Experience, float]:

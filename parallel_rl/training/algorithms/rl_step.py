@@ -21,19 +21,18 @@ from parallel_rl.experience import (
     shape_rewards,
 )
 from parallel_rl.groups import group_sum, mean_over_ranks
-from parallel_rl.training.algorithms.rl.sampled import ask_ahead, mask_stale, sampled_experience
+from parallel_rl.training.algorithms.sampled import ask_ahead, mask_stale, sampled_experience
 from parallel_rl.training.algorithms.supervised import rows_of
 from parallel_rl.training.batching.micro_batches import local_shares, with_own_fields
 from parallel_rl.training.config.algorithms import RLConfig
-from parallel_rl.training.config.fields import OBSERVED
+from parallel_rl.training.config.data import OBSERVED
 from parallel_rl.training.data.datasets import check_cut
 from parallel_rl.training.data.examples import Rollout
 from parallel_rl.training.data.records.source import Records
 from parallel_rl.training.models.learner import combine_updates
 from parallel_rl.training.models.scoring import with_teacher_logits
 from parallel_rl.training.models.train_step import StepMetrics
-from parallel_rl.training.progress import TrainProgress
-from parallel_rl.training.session import Session
+from parallel_rl.training.session import Session, TrainProgress
 from parallel_rl.vocab.shards import KEEP_ALL, Truncation
 
 
