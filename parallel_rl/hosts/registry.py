@@ -19,8 +19,8 @@ class Framework(NamedTuple):
 
 
 FRAMEWORKS = {
-    "nemo_rl": Framework("nemo_rl.law", port="nemo_rl.port"),
-    "verl": Framework("verl.law", port="verl.port"),
+    "nemo_rl": Framework("nemo_rl.loss", port="nemo_rl.port"),
+    "verl": Framework("verl.loss", port="verl.port"),
     "slime": Framework("slime.law"),
     "trl": Framework("trl"),
     "transformers": Framework("transformers"),
@@ -33,6 +33,6 @@ def part(name: str) -> ModuleType:
     """Import a module of a framework.
 
     >>> part(FRAMEWORKS["verl"].law).__name__
-    'parallel_rl.hosts.verl.law'
+    'parallel_rl.hosts.verl.loss'
     """
     return import_module(f"parallel_rl.hosts.{name}")

@@ -12,9 +12,16 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
-from parallel_rl.hosts.fit import Setting, check_fits, check_settings, losses_of, read_setting, scales_with_advantages
 from parallel_rl.hosts.function_loss import FunctionLoss, on_rows
-from parallel_rl.hosts.scaling import floats
+from parallel_rl.hosts.scaling import (
+    Setting,
+    check_fits,
+    check_settings,
+    floats,
+    losses_of,
+    read_setting,
+    scales_with_advantages,
+)
 from parallel_rl.losses.core.base import LossFn
 from parallel_rl.losses.policy import PolicyLoss
 from parallel_rl.metrics import Metric, Metrics

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from parallel_rl.groups import ParallelGroups
-from parallel_rl.hosts.fit import check_fits, check_learns, unit_of
 from parallel_rl.hosts.function_loss import FunctionLoss, named, row_logprobs
+from parallel_rl.hosts.scaling import check_fits, check_learns, unit_of
 from parallel_rl.losses.core.base import LossFn
 
 _FIELDS = ("advantages", "prev_logprobs", "generation_logprobs")

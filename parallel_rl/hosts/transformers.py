@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from parallel_rl.groups import ParallelGroups
-from parallel_rl.hosts.fit import check_fits, unit_of
 from parallel_rl.hosts.function_loss import FunctionLoss, named, row_logprobs
+from parallel_rl.hosts.scaling import check_fits, unit_of
 from parallel_rl.losses.core.base import LossFn
 
 _IGNORE = -100

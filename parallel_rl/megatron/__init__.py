@@ -32,21 +32,19 @@ with warnings.catch_warnings(), without_builds():
     for _name in ("models.gpt.gpt_layer_specs", "optimizer"):
         importlib.import_module(f"megatron.core.{_name}")
 
-from parallel_rl.megatron.attention import SelfAttentionCore as SelfAttentionCore
 from parallel_rl.megatron.auxiliary import RoutedTokens as RoutedTokens
 from parallel_rl.megatron.auxiliary import count_routed
-from parallel_rl.megatron.context import ALONE as ALONE
-from parallel_rl.megatron.context import Context as Context
-from parallel_rl.megatron.context import replicas
 from parallel_rl.megatron.cpu import enable_cpu
+from parallel_rl.megatron.forward import broadcast_from_last_stage, forward_only, is_last_stage
 from parallel_rl.megatron.forward import forward_logits as forward_logits
-from parallel_rl.megatron.forward_only import broadcast_from_last_stage, forward_only, is_last_stage
 from parallel_rl.megatron.grads import clip_grads_, copy_main_grads, grad_norm, gradient, sum_gradients
+from parallel_rl.megatron.layers import ScalarHead as ScalarHead
+from parallel_rl.megatron.layers import SelfAttentionCore as SelfAttentionCore
+from parallel_rl.megatron.layers import copy_trunk
 from parallel_rl.megatron.lm_head import FusedHead as FusedHead
 from parallel_rl.megatron.lm_head import fuse_head
-from parallel_rl.megatron.logged import numerator_denominator
 from parallel_rl.megatron.loss import LossReport as LossReport
-from parallel_rl.megatron.loss import megatron_loss_func
+from parallel_rl.megatron.loss import megatron_loss_func, numerator_denominator
 from parallel_rl.megatron.micro_batch import MicroBatch as MicroBatch
 from parallel_rl.megatron.micro_batch import packed_batch, padded_batch, tree_batch
 from parallel_rl.megatron.model import ShardedNorm as ShardedNorm
@@ -60,9 +58,9 @@ from parallel_rl.megatron.model import (
 from parallel_rl.megatron.model_config import build_config, has_transformer_engine
 from parallel_rl.megatron.model_input import ModelInput as ModelInput
 from parallel_rl.megatron.model_input import packed_bounds, packed_input, padded_input, tree_input
-from parallel_rl.megatron.process_groups import destroy, initialize
-from parallel_rl.megatron.scalar_head import ScalarHead as ScalarHead
-from parallel_rl.megatron.scalar_head import copy_trunk
+from parallel_rl.megatron.process_groups import ALONE as ALONE
+from parallel_rl.megatron.process_groups import Context as Context
+from parallel_rl.megatron.process_groups import destroy, initialize, replicas
 from parallel_rl.megatron.step import StepReport as StepReport
 from parallel_rl.megatron.step import forward_backward
 from parallel_rl.megatron.weights import global_parameters, initialize_weights, local_shard, whole_tensor

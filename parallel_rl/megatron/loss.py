@@ -1,4 +1,4 @@
-"""Loss callback for Megatron's schedules; the only place that undoes Megatron's loss scaling."""
+"""Loss callback for Megatron's schedules; the only place that undoes Megatron's scaling, of losses and of logged metrics."""
 
 from __future__ import annotations
 
@@ -16,12 +16,11 @@ from parallel_rl.labels import with_labels
 from parallel_rl.losses.core.call import LossCall, LossFunction
 from parallel_rl.losses.core.checks import check_counts, check_statistics
 from parallel_rl.losses.nll import NLLLoss
-from parallel_rl.megatron.arguments import refuse_name_and_class
 from parallel_rl.megatron.auxiliary import RoutedTokens, check_auxiliary_losses, has_auxiliary_loss
 from parallel_rl.megatron.callbacks import callbacks_of, postponed
 from parallel_rl.megatron.cpu import plain_torch
-from parallel_rl.megatron.forward_only import is_last_stage
-from parallel_rl.megatron.lm_head import FusedHead
+from parallel_rl.megatron.forward import is_last_stage
+from parallel_rl.megatron.lm_head import FusedHead, add_mtp_loss, split_heads
 from parallel_rl.megatron.loop_checks import (
     check_normalised,
     check_owner,
@@ -31,7 +30,7 @@ from parallel_rl.megatron.loop_checks import (
     warn_of_left_gradient,
     watch_optimizers,
 )
-from parallel_rl.megatron.mtp import add_mtp_loss, split_heads
+from parallel_rl.megatron.prepare import refuse_name_and_class
 from parallel_rl.megatron.row_checks import (
     check_ids,
     warn_of_cut,
@@ -282,3 +281,40 @@ def scaled_loss_func(
         return loss / scaling, here, report
 
     return loss_func
+
+
+_SUMMED = ("share", "count", "ratio")
+
+
+def numerator_denominator(
+    metrics: Metrics, num_microbatches: int, *, groups: ParallelGroups | None = None
+) -> dict[str, Tensor]:
+    """Turn a micro-batch's metrics into a loss callback's dict for `train_step`: name → [2] float64.
+
+        logged = Σ numerator / Σ denominator    over micro-batches, data and context ranks
+
+    `train_step` under `pretrain()` sums pairs and divides, so the log has the global batch's numbers: denominators of a sum
+    over the step add up to 1. Extrema and ratios of squares have no such pairs and are left out (see `reduce_metrics`).
+
+    >>> counts = count_valid(data)
+    >>> loss_func = megatron_loss_func(NLLLoss(), data, *counts, config=config, num_microbatches=1)
+    >>> *_, report = loss_func(torch.zeros(2, 4, 8))
+    >>> numerator_denominator(report["metrics"], num_microbatches=1)["loss"]  # log 8
+    tensor([2.0794, 1.0000], dtype=torch.float64)
+
+    Args:
+        metrics: `report["metrics"]` of the callback that `megatron_loss_func` makes.
+        num_microbatches: of the step, the same on every data rank; at least 1, else ValueError.
+    """
+    if num_microbatches < 1:
+        raise ValueError(f"num_microbatches = {num_microbatches} must be at least 1")
+    where = groups or ParallelGroups.from_megatron()
+    parts = num_microbatches * where.dp_size * where.cp_size
+    pairs = {}
+    for name in metrics:
+        part = metrics.parts(name)
+        if part.kind in _SUMMED:
+            value = part.value.to(torch.float64)
+            denominator = torch.full_like(value, 1 / parts) if part.denominator is None else part.denominator.to(value)
+            pairs[name] = torch.stack([value, denominator])
+    return pairs

@@ -16,9 +16,9 @@ from parallel_rl.counts import check_masks
 from parallel_rl.labels import check_labels
 from parallel_rl.layout import CPLayout, valid_tokens
 from parallel_rl.losses.core.one_row import PackedSequences
-from parallel_rl.megatron.context import Context
 from parallel_rl.megatron.lm_head import FusedHead
 from parallel_rl.megatron.model_input import ModelInput, packed_bounds, packed_input, padded_input, tree_input
+from parallel_rl.megatron.process_groups import Context
 from parallel_rl.megatron.row_checks import check_right_padded
 from parallel_rl.prefix_tree import build_tree
 from parallel_rl.vocab.linear.lm_head import LMHeadInput

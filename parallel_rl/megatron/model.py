@@ -25,10 +25,9 @@ from torch import Tensor
 
 from parallel_rl.config.architecture import RopeScaling
 from parallel_rl.groups import current_device
-from parallel_rl.megatron.attention import SelfAttentionCore
 from parallel_rl.megatron.cpu import plain_torch
+from parallel_rl.megatron.layers import SelfAttentionCore, replace_head
 from parallel_rl.megatron.model_config import CUT, has_transformer_engine
-from parallel_rl.megatron.scalar_head import replace_head
 from parallel_rl.megatron.weights import initialize_weights, mark_parameters, mark_sinks
 
 

@@ -10,7 +10,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
 from parallel_rl.layout import SequenceLayout
-from parallel_rl.megatron.context import Context
+from parallel_rl.megatron.process_groups import Context
 from parallel_rl.megatron.trees import tree_params, tree_plan
 from parallel_rl.prefix_tree import PrefixTree
 from parallel_rl.validation import checks_values

@@ -20,27 +20,25 @@ from parallel_rl.counts import ValidCounts, count_rows
 from parallel_rl.groups import ParallelGroups, group_rank
 from parallel_rl.losses.core.call import LossCall, LossFunction
 from parallel_rl.losses.nll import NLLLoss
-from parallel_rl.megatron.arguments import split_partial
 from parallel_rl.megatron.auxiliary import (
     RoutedTokens,
+    RouterBalance,
     count_routed,
     forget_scales,
     has_auxiliary_loss,
+    needs_balance,
     without_auxiliary_losses,
 )
-from parallel_rl.megatron.balance import RouterBalance, needs_balance
 from parallel_rl.megatron.callbacks import postponed
-from parallel_rl.megatron.context import context_group
 from parallel_rl.megatron.cpu import plain_torch
-from parallel_rl.megatron.forward import forward_logits
-from parallel_rl.megatron.forward_only import broadcast_from_last_stage, forward_only, is_last_stage
+from parallel_rl.megatron.forward import broadcast_from_last_stage, forward_logits, forward_only, is_last_stage
 from parallel_rl.megatron.grads import sum_gradients
-from parallel_rl.megatron.lm_head import FusedHead
+from parallel_rl.megatron.lm_head import FusedHead, add_mtp_loss, split_heads
 from parallel_rl.megatron.loop_checks import begin_step, check_normalised, is_checked, remember_gradients, steps_of
 from parallel_rl.megatron.loss import LossReport, check_scaling, scaled_loss_func
 from parallel_rl.megatron.micro_batch import MicroBatch
-from parallel_rl.megatron.mtp import add_mtp_loss, split_heads
-from parallel_rl.megatron.prepare import prepare
+from parallel_rl.megatron.prepare import prepare, split_partial
+from parallel_rl.megatron.process_groups import context_group
 from parallel_rl.metrics import Metrics, reduce_metrics
 from parallel_rl.statistics import Statistics
 

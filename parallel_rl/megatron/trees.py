@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    from parallel_rl.megatron.context import Context
+    from parallel_rl.megatron.process_groups import Context
     from parallel_rl.prefix_tree import PrefixTree
 
 

@@ -29,8 +29,7 @@ def run(arguments: argparse.Namespace) -> int:
     import yaml
 
     from parallel_rl.hosts.port_report import write
-    from parallel_rl.port.options import options_of
-    from parallel_rl.port.read import read_host_config
+    from parallel_rl.port.options import options_of, read_host_config
 
     ported = options_of(read_host_config(Path(arguments.config)))
     text = f"# From {ported.framework}: {Path(arguments.config).name}\n" + yaml.safe_dump(

@@ -8,12 +8,12 @@ step of your Megatron model; `run_world` runs your tests on real gloo ranks.
 """
 
 from parallel_rl.hosts.function_loss import FunctionLoss, on_rows
-from parallel_rl.hosts.nemo_rl.law import nemo_rl
+from parallel_rl.hosts.nemo_rl.loss import nemo_rl
 from parallel_rl.hosts.skyrl import skyrl
 from parallel_rl.hosts.slime.law import slime
 from parallel_rl.hosts.torchtitan import torchtitan
 from parallel_rl.hosts.transformers import hugging_face
-from parallel_rl.hosts.verl.law import verl
+from parallel_rl.hosts.verl.loss import verl
 from parallel_rl.testing.cases import Case
 from parallel_rl.testing.check import Limits, check_law, law_test
 from parallel_rl.testing.diagnosis import Finding

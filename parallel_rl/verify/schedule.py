@@ -32,7 +32,7 @@ from parallel_rl.megatron import (
     tree_input,
     wrap_model,
 )
-from parallel_rl.megatron.context import Context
+from parallel_rl.megatron.process_groups import Context
 from parallel_rl.metrics import Metrics
 from parallel_rl.testing.alone import Alone
 from parallel_rl.testing.cases import Batch, Subject, Trial

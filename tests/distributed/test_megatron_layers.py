@@ -123,7 +123,7 @@ def test_packed_attention_is_causal_attention_within_each_sequence(cp: int, dtyp
 
 
 def test_a_long_packed_row_never_gets_a_mask_of_its_own_size() -> None:
-    from parallel_rl.megatron.attention import BLOCK, _plan
+    from parallel_rl.megatron.layers import BLOCK, _plan
 
     bounds = tuple(range(0, 64 * 1000 + 1, 64))
     for cp in (1, 2):
@@ -136,7 +136,7 @@ def test_a_long_packed_row_never_gets_a_mask_of_its_own_size() -> None:
 def test_a_layer_does_not_read_the_bounds_from_the_device() -> None:
     """On a GPU each layer of each micro-batch would wait for all that is queued; the meta device has nothing to read."""
     from parallel_rl.megatron import ALONE, packed_input
-    from parallel_rl.megatron.attention import _bounds
+    from parallel_rl.megatron.layers import _bounds
 
     cu_seqlens = torch.tensor([0, 3, 8], dtype=torch.int32)
     packed = packed_input(torch.zeros(2, 5, dtype=torch.int64, device="meta"), cu_seqlens, context=ALONE).packed

@@ -91,7 +91,7 @@ class _Engine(torch.nn.Module):
 
 def _streams(rank: int) -> list[tuple[object, ...]]:
     from parallel_rl import megatron as M
-    from parallel_rl.megatron import context
+    from parallel_rl.megatron import process_groups as context
 
     M.initialize()
     model = M.build_model(M.build_config(num_layers=1, hidden_size=8, num_attention_heads=2), 8, 4)
@@ -113,7 +113,7 @@ def test_attention_has_a_stream_on_a_micro_batch_s_own_context_group() -> None:
 
 def test_masks_of_rows_that_are_done_are_dropped() -> None:
     """64 were kept: 17 GB at rows of 32,768 tokens and CP 4."""
-    from parallel_rl.megatron.attention import _plan
+    from parallel_rl.megatron.layers import _plan
 
     masks = []
     for length in range(16, 176, 16):

@@ -91,7 +91,7 @@ def test_output_and_gradients_are_those_of_a_dense_mask(
     groups: int, attend: str, seed: int, ranks: int, cut: CPLayout
 ) -> None:
     from parallel_rl.megatron import trees
-    from parallel_rl.megatron.context import Context
+    from parallel_rl.megatron.process_groups import Context
     from parallel_rl.megatron.trees import tree_attention, tree_plan
 
     ids, lengths = padded(random_sequences(seed))
@@ -119,7 +119,7 @@ def test_output_and_gradients_are_those_of_a_dense_mask(
 def test_backward_keeps_no_keys_of_a_path(attend: str) -> None:
     """A kernel's saved keys are gathered at each look."""
     from parallel_rl.megatron import trees
-    from parallel_rl.megatron.context import ALONE
+    from parallel_rl.megatron.process_groups import ALONE
     from parallel_rl.megatron.trees import tree_attention, tree_plan
 
     ids = torch.arange(12).expand(5, 12).clone()

@@ -10,7 +10,7 @@ if not torch.cuda.is_available():
 pytest.importorskip("megatron.core")
 
 from parallel_rl import build_tree
-from parallel_rl.megatron.context import ALONE
+from parallel_rl.megatron.process_groups import ALONE
 from parallel_rl.megatron.trees import attend_at_once, attend_by_path, tree_attention, tree_plan
 from tests.prefix_tree.trees import padded, random_sequences
 from tests.vocab.linear.cases import error

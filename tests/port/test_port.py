@@ -11,8 +11,7 @@ from parallel_rl.cli import main
 from parallel_rl.config.strict import configure
 from parallel_rl.hosts.ported import Ported
 from parallel_rl.losses.choice import LossConfig
-from parallel_rl.port.options import options_of
-from parallel_rl.port.read import read_host_config
+from parallel_rl.port.options import options_of, read_host_config
 from parallel_rl.training.config.algorithms import RLConfig
 from tests.port.test_nemo_rl import NEMO
 

@@ -1,9 +1,13 @@
 """LightRFT's losses (0.1.1) and the pure functions of its experience maker, by its names and arguments."""
 
 from parallel_rl.compat.language import GPTLMLoss, KDLoss, PRMLoss
-from parallel_rl.compat.lightrft.functions import (
+from parallel_rl.compat.lightrft.losses import (
     AdaptiveKLController,
     FixedKLController,
+    HPSLoss,
+    LogSigmoidLoss,
+    PolicyLoss,
+    ValueLoss,
     clip_filter_like_weight_func,
     compute_approx_kl,
     compute_reward,
@@ -15,7 +19,6 @@ from parallel_rl.compat.lightrft.functions import (
     masked_mean,
     unpacking_samples,
 )
-from parallel_rl.compat.lightrft.losses import HPSLoss, LogSigmoidLoss, PolicyLoss, ValueLoss
 from parallel_rl.compat.preference import DPOLoss, KTOLoss, LogExpLoss, PairWiseLoss, VanillaKTOLoss
 
 __all__ = [

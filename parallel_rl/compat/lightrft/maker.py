@@ -13,7 +13,7 @@ from torch import Tensor
 from parallel_rl.advantages import moments
 from parallel_rl.advantages.table import SampleTable, by_group
 from parallel_rl.agreement import raise_on_all_ranks
-from parallel_rl.compat.lightrft.maker_config import ExperienceConfig
+from parallel_rl.compat.lightrft.losses import ExperienceConfig
 from parallel_rl.config.strict import configure
 from parallel_rl.experience.dynamic_sampling import Drawn, draw_groups
 from parallel_rl.experience.failures import (

@@ -32,7 +32,7 @@ from parallel_rl.vocab.stats import TokenStats
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from parallel_rl.compat.nemo_rl.reading import Data
+    from parallel_rl.compat.nemo_rl.base import Data
     from parallel_rl.functional.kl import KLType
 
 

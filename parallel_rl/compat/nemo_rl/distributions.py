@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from parallel_rl.compat.dense import Count, token_mean
-from parallel_rl.compat.nemo_rl.base import Result, batch_of, checked, floats
+from parallel_rl.compat.nemo_rl.base import Data, Result, ShardedOutput, batch_of, checked, floats
 from parallel_rl.compat.nemo_rl.interfaces import (
     ConfigError,
     DistillationLossConfig,
@@ -18,7 +18,6 @@ from parallel_rl.compat.nemo_rl.interfaces import (
     LossType,
     MseValueLossConfig,
 )
-from parallel_rl.compat.nemo_rl.reading import Data, ShardedOutput
 from parallel_rl.functional.distillation import CrossEntropy, mixed_kl, reverse_tail
 from parallel_rl.layout import valid_tokens
 from parallel_rl.losses.core.batch import ModelOutput

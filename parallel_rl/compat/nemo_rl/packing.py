@@ -10,10 +10,9 @@ import torch
 from torch import Tensor
 
 from parallel_rl.compat.dense import Count
-from parallel_rl.compat.nemo_rl.base import LogProbLoss, Result, checked
+from parallel_rl.compat.nemo_rl.base import Data, LogProbLoss, Result, ShardedOutput, checked
 from parallel_rl.compat.nemo_rl.distributions import DistillationLossFn
 from parallel_rl.compat.nemo_rl.interfaces import LossFunction, LossInputType
-from parallel_rl.compat.nemo_rl.reading import Data, ShardedOutput
 from parallel_rl.groups import group_size
 from parallel_rl.losses.core.one_row import PackedSequences
 from parallel_rl.vocab.backends.torch_backend import math_dtype

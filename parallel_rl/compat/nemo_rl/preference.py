@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from torch.distributed import ProcessGroup
 
-    from parallel_rl.compat.nemo_rl.reading import Data
+    from parallel_rl.compat.nemo_rl.base import Data
     from parallel_rl.vocab.linear.lm_head import LMHeadInput
 
 

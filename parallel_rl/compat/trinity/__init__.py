@@ -4,8 +4,14 @@ Its trainer overrides loss_agg_mode (Q35) and averages per micro-batch (Q31). He
 of the whole step local losses add up.
 """
 
-from parallel_rl.compat.trinity.base import ALL_MAPPERS, KeyMapper, PolicyLossFn
-from parallel_rl.compat.trinity.mix import MIXCHORDPolicyLossFn, MIXPolicyLossFn
+from parallel_rl.compat.trinity.mix import (
+    DPOLossFn,
+    MIXCHORDPolicyLossFn,
+    MIXPolicyLossFn,
+    SFTISLossFn,
+    SFTLossFn,
+    SFTPhiLossFn,
+)
 from parallel_rl.compat.trinity.off_policy import (
     CISPOPolicyLossFn,
     ImportanceSamplingLossFn,
@@ -14,8 +20,14 @@ from parallel_rl.compat.trinity.off_policy import (
     TOPRPolicyLossFn,
     sPPOPolicyLossFn,
 )
-from parallel_rl.compat.trinity.policy import GSPOLossFn, OPMDPolicyLossFn, PPOPolicyLossFn
-from parallel_rl.compat.trinity.supervised import DPOLossFn, SFTISLossFn, SFTLossFn, SFTPhiLossFn
+from parallel_rl.compat.trinity.policy import (
+    ALL_MAPPERS,
+    GSPOLossFn,
+    KeyMapper,
+    OPMDPolicyLossFn,
+    PolicyLossFn,
+    PPOPolicyLossFn,
+)
 
 POLICY_LOSS_FN: dict[str, type[PolicyLossFn]] = {
     "ppo": PPOPolicyLossFn,

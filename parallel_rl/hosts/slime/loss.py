@@ -17,7 +17,7 @@ from torch import Tensor
 
 from parallel_rl.agreement import raise_on_all_ranks
 from parallel_rl.groups import ParallelGroups
-from parallel_rl.hosts.fit import Setting, check_fits, check_settings, read_setting, unit_of
+from parallel_rl.hosts.scaling import Setting, check_fits, check_settings, read_setting, unit_of
 from parallel_rl.losses.nll import NLLLossConfig
 from parallel_rl.losses.policy import PolicyLoss
 from parallel_rl.losses.policy_config import PolicyLossConfig

@@ -8,30 +8,30 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, cast
+from types import SimpleNamespace
+from typing import cast
 
 import torch
+from torch import Tensor
 
-from parallel_rl.hosts.fit import (
+from parallel_rl.hosts.function_loss import FunctionLoss, on_rows
+from parallel_rl.hosts.scaling import (
     Setting,
+    averaged,
     check_fits,
     check_learns,
     check_settings,
+    floats,
     losses_of,
     read_setting,
     scales_with_advantages,
     unit_of,
 )
-from parallel_rl.hosts.scaling import averaged, floats
 from parallel_rl.hosts.verl.keys import AGGREGATIONS
+from parallel_rl.losses.core.base import LossFn
 from parallel_rl.losses.policy import PolicyLoss
 from parallel_rl.metrics import Metric, Metrics
 from parallel_rl.validation import checks_values
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from parallel_rl.losses.core.base import LossFn
 
 _FIELDS = ("advantages", "prev_logprobs")
 _SETTINGS = (
@@ -192,3 +192,45 @@ def _local_means(metrics: Metrics, info: Mapping[str, int], mask: Tensor) -> Met
         elif part.denominator is not None:
             means[f"actor/{name}"] = Metric("share", metrics[name])
     return Metrics(means)
+
+
+_VERL = {"constant-length": "seq-mean-token-sum-norm"}
+
+
+def verl(policy_loss: Callable[..., tuple], config: object = None, loss_agg_mode: str = "token-mean") -> FunctionLoss:
+    """Adapt a verl policy loss: (old_log_prob, log_prob, advantages, response_mask, ...) → (loss, ...).
+
+    `config.global_batch_info` is filled in as by verl's workers: dp_size 1, batch_num_tokens and global_batch_size of the whole
+    step. The factor that verl multiplies and DDP divides by, the number of data ranks, is left out.
+
+    >>> def loss(old, new, advantages, mask, mode, config):
+    ...     return -(advantages * new * mask).sum() / config.global_batch_info["batch_num_tokens"], 0.0
+    >>> verl(loss).fields
+    ('advantages', 'prev_logprobs')
+    """
+    settings = SimpleNamespace(**vars(config)) if config is not None else SimpleNamespace()
+
+    def rows(logprobs: Tensor, mask: Tensor, data: Mapping[str, Tensor], seqs: Tensor, toks: Tensor) -> Tensor:
+        old, advantages = (torch.where(mask, data[name], 0) for name in ("prev_logprobs", "advantages"))
+        counts = {"dp_size": 1, "batch_num_tokens": toks, "global_batch_size": seqs}
+        settings.global_batch_info = counts
+        return policy_loss(old, logprobs, advantages, mask.to(logprobs), loss_agg_mode, settings)[0]
+
+    rows.__name__ = getattr(policy_loss, "__name__", "verl")
+    return on_rows(rows, ("advantages", "prev_logprobs"))
+
+
+def through(loss_fn: LossFn) -> FunctionLoss:
+    """Run a loss of this library in the framework's call, as a subject of the law."""
+    mode, length = "token-mean", None
+    if isinstance(loss_fn, PolicyLoss):
+        mode = _VERL.get(loss_fn.policy.aggregation, loss_fn.policy.aggregation)
+        length = loss_fn.policy.max_length
+    call = policy_loss(loss_fn)
+
+    def with_length(*arguments: object) -> tuple[Tensor, dict[str, float]]:
+        config: SimpleNamespace = arguments[-1]  # type: ignore[assignment]
+        config.global_batch_info["loss_scale_factor"] = length
+        return call(*arguments)
+
+    return verl(with_length, None, mode)

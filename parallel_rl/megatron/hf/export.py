@@ -15,7 +15,7 @@ from torch.nn import Parameter
 
 from parallel_rl.config.architecture import OTHER_CONVERTERS, Architecture, Experts
 from parallel_rl.config.hf_config import HFModel
-from parallel_rl.megatron.hf.table import Source, table
+from parallel_rl.megatron.hf.folder import Source, table
 from parallel_rl.megatron.model import gather_parameters, unwrap
 from parallel_rl.megatron.weights import (
     EMBEDDING,

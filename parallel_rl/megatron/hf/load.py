@@ -14,8 +14,7 @@ from torch.nn import Parameter
 from parallel_rl.agreement import communication_device, on_first_rank, raise_on_all_ranks
 from parallel_rl.config.hf_config import HFModel, read_hf
 from parallel_rl.groups import max_over_ranks
-from parallel_rl.megatron.hf.folder import Folder, Reader, check_names, read_folder
-from parallel_rl.megatron.hf.table import Source, table
+from parallel_rl.megatron.hf.folder import Folder, Reader, Source, check_names, read_folder, table
 from parallel_rl.megatron.model import build_model, unwrap
 from parallel_rl.megatron.model_config import build_config
 from parallel_rl.megatron.weights import EMBEDDING, cut_of, global_parameters, spelled_locally

@@ -19,8 +19,7 @@ from torch import Tensor
 from parallel_rl.agreement import gather_results, on_first_rank, raise_on_all_ranks
 from parallel_rl.config.hf_config import CONFIG
 from parallel_rl.megatron.hf.export import Held, Models, describe_model, held_parameters, split
-from parallel_rl.megatron.hf.folder import INDEX, SINGLE, check_names, read_folder, require_safetensors
-from parallel_rl.megatron.hf.table import Source
+from parallel_rl.megatron.hf.folder import INDEX, SINGLE, Source, check_names, read_folder, require_safetensors
 from parallel_rl.megatron.model import gather_parameters, unwrap
 from parallel_rl.megatron.weights import whole_tensor
 

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from parallel_rl.groups import current_device
 from parallel_rl.megatron import packed_input, padded_input, unwrap
-from parallel_rl.megatron.forward_only import is_last_stage
+from parallel_rl.megatron.forward import is_last_stage
 from parallel_rl.megatron.model_input import packed_bounds
 from parallel_rl.testing.whole_step.layouts import ROWS, WIDTH, Rows, StepLayout, megatron_rows, packed_width
 from parallel_rl.testing.whole_step.ranks import needs_gpu, user_place

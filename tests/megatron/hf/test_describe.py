@@ -59,7 +59,7 @@ def _described(rank: int) -> None:
 
 def test_transformer_engines_names_have_a_place() -> None:
     """The fused spelling cannot be built without a GPU; its names lead to the same rows."""
-    from parallel_rl.megatron.hf.table import table
+    from parallel_rl.megatron.hf.folder import table
     from parallel_rl.megatron.weights import spelled_locally
 
     local = table(MOE)

@@ -83,9 +83,9 @@ def detached_neighbours(config: TransformerConfig, **stage: Any) -> GPTModel:
 def _detached(
     core: torch.nn.Module, forward: Any, query: Tensor, key: Tensor, value: Tensor, *rest: Any, **more: Any
 ) -> Tensor:
-    from parallel_rl.megatron import attention
+    from parallel_rl.megatron import layers
 
-    real = attention.tensor_parallel.gather_from_sequence_parallel_region
+    real = layers.tensor_parallel.gather_from_sequence_parallel_region
 
     def gather(local: Tensor, *_: object) -> Tensor:
         parts = [torch.empty_like(local) for _ in range(core.cp_group.size())]
@@ -93,11 +93,11 @@ def _detached(
         parts[core.cp_group.rank()] = local
         return torch.cat(parts)
 
-    attention.tensor_parallel.gather_from_sequence_parallel_region = gather
+    layers.tensor_parallel.gather_from_sequence_parallel_region = gather
     try:
         return forward(query, key, value, *rest, **more)
     finally:
-        attention.tensor_parallel.gather_from_sequence_parallel_region = real
+        layers.tensor_parallel.gather_from_sequence_parallel_region = real
 
 
 def gathered_logits(config: TransformerConfig, **stage: Any) -> GPTModel:

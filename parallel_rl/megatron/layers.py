@@ -1,4 +1,4 @@
-"""Core attention for Megatron layers in plain PyTorch: tensor, sequence, context parallel, padded, packed (THD).
+"""Layers of a GPT model in plain PyTorch: core attention on any layout, and a head with one output per position.
 
 Under context parallelism a rank holds a part of every sequence (zigzag), or of the row (contiguous). Keys and values are
 gathered once over the context group (backward: a reduce-scatter), and masks compare (segment, place in the sequence).
@@ -12,8 +12,11 @@ from typing import TYPE_CHECKING
 
 import torch
 from megatron.core import tensor_parallel
+from megatron.core.models.gpt import GPTModel
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from parallel_rl.layout import CPLayout, SequenceLayout
@@ -23,7 +26,6 @@ from parallel_rl.megatron.trees import plan_of, tree_attention
 if TYPE_CHECKING:
     from megatron.core.packed_seq_params import PackedSeqParams
     from megatron.core.transformer.enums import AttnMaskType
-    from megatron.core.transformer.transformer_config import TransformerConfig
 
 BLOCK = 512  # positions of a packed row per mask, if its sequences are shorter
 
@@ -189,3 +191,42 @@ def _block(bounds: tuple[int, ...], context: tuple[int, int, CPLayout], device: 
     local = ranks[cp_rank]
     mask = (local.sequence_ids[:, None] == segments) & (local.positions[:, None] >= places)
     return _Block(start, stop, mask.to(device))
+
+
+class ScalarHead(torch.nn.Module):
+    """v_t = w·h_t: [S, B, D] (sequence parallel [S/tp, B, D]) to [S, B, 1], alike on every tensor rank."""
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__()
+        self.sequence_parallel = config.sequence_parallel
+        self.weight = torch.nn.Parameter(torch.zeros(1, config.hidden_size))
+
+    def forward(
+        self, hidden: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None
+    ) -> tuple[Tensor, None]:
+        """Replace the call of a `GPTModel`'s output layer; there is no bias."""
+        if self.sequence_parallel:
+            # every tensor rank computes the same, so its gradient must not be summed over them
+            hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False)
+        return torch.nn.functional.linear(hidden, self.weight), None
+
+
+def replace_head(model: GPTModel) -> None:
+    if model.post_process:
+        model.output_layer = ScalarHead(model.config)
+
+
+@torch.no_grad()
+def copy_trunk(source: torch.nn.Module, target: torch.nn.Module) -> None:
+    """Copy all weights except the head's between two models of one layout; ValueError for other shapes.
+
+    >>> critic = build_model(config, 8, 4, scalar_head=True)
+    >>> copy_trunk(build_model(config, 8, 4), critic)
+    """
+    source_parameters = dict(source.named_parameters())
+    for name, parameter in target.named_parameters():
+        if name.startswith("output_layer."):
+            continue
+        if name not in source_parameters or source_parameters[name].shape != parameter.shape:
+            raise ValueError(f"the models differ in {name!r}: one cannot start as a copy of the other")
+        parameter.copy_(source_parameters[name])
