@@ -111,7 +111,7 @@ def about(section: type) -> str:
 
 
 def described(cls: type) -> dict[str, str]:
-    """Read descriptions ("name: ...", "name, other: ...") of fields from the docstrings of a class and its bases."""
+    """Read the fields' descriptions ("name: ...") from the docstrings of a class and its bases."""
     texts: dict[str, str] = {}
     for base in cls.__mro__:
         if dataclasses.is_dataclass(base):

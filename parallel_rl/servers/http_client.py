@@ -27,7 +27,7 @@ _SHOWN, _LONGEST = 400, 4000  # characters of a refusal, and of any message
 class ServerError(RuntimeError):
     """A server failed; the message names its URL, the attempt and the answer.
 
-    `status` is the last answer's, or None without an answer or after refused content; `lost`: the connection was.
+    `status`: of the last answer, None without one or for refused content. `lost`: the connection broke.
     """
 
     status: int | None = None
@@ -43,10 +43,7 @@ class PassingError(Exception):
 
 
 class _FailedAttempt(Exception):
-    """One attempt gave no result.
-
-    `final`: another would not either. `away`: the server refuses connections, and is waited for.
-    """
+    """One attempt gave no result; `final`: retries cannot help, `away`: the server refuses connections."""
 
     def __init__(
         self, what: str, status: int | None = None, lost: bool = False, away: bool = False, final: bool = False
