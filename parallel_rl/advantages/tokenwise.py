@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 
 from parallel_rl.advantages.base import AdvantageEstimator, Advantages, TeacherKL, in_unit
-from parallel_rl.advantages.moments import Whitening
+from parallel_rl.advantages.moments import Whitening, moments
 from parallel_rl.advantages.returns import gae, length_adaptive_lambda, terminal_rewards
 from parallel_rl.config.strict import at_least
 from parallel_rl.functional.kl import KLType
@@ -145,3 +145,34 @@ class OnPolicyDistillation(AdvantageEstimator, name="on_policy_distillation"):
 
     def _word(self) -> TeacherKL:
         return TeacherKL(self.coefficient, self.estimator, self.log_prob_min_clamp, self.loss_max_clamp)
+
+
+def entropy_signal(logprobs: Tensor, entropy: Tensor, mask: Tensor) -> Tensor:
+    """Compute S = p·(H + log p) of the sampled token, how its probability moves the entropy; 0 if masked."""
+    keep = mask.bool()
+    safe, h = torch.where(keep, logprobs, 0.0), torch.where(keep, entropy, 0.0)
+    return torch.where(keep, safe.exp() * (h + safe), 0.0)
+
+
+def clip_by_batch(
+    advantages: Tensor, signal: Tensor, mask: Tensor, mu: float = 2.5, group: ProcessGroup | None = None
+) -> Tensor:
+    """Keep tokens by CLIP-B: all with A ≥ 0, and those with S − mean ≥ −μ·std over the step's tokens.
+
+    Args:
+        advantages, signal, mask: one shape; `signal` as of `entropy_signal`; std is the population's.
+        mu: μ ≥ 0.
+        group: the data ranks, which all call this; None is one process.
+
+    Raises:
+        ValueError: shapes that differ, or μ below 0.
+    """
+    if not advantages.shape == signal.shape == mask.shape:
+        shapes = [list(x.shape) for x in (advantages, signal, mask)]
+        raise ValueError(f"advantages, signal and mask must be of one shape, got {shapes}")
+    if not mu >= 0:
+        raise ValueError(f"mu = {mu} must be at least 0")
+    keep = mask.bool()
+    of_step = moments(signal, keep, group)
+    below = signal.double() - of_step.mean < -mu * of_step.variance().sqrt()
+    return keep & ~(below & (torch.where(keep, advantages, 0.0) < 0))

@@ -9,11 +9,11 @@ from importlib.util import find_spec
 from typing import cast
 
 from parallel_rl import __version__
-from parallel_rl.cli import export, keys, runs, sample, submit, tools
+from parallel_rl.cli import checkpoint, keys, runs, submit, tools
 from parallel_rl.cli import tools as explain
 from parallel_rl.cli.words import Parser, check_options, options_of, surplus
-from parallel_rl.cluster import preemption
-from parallel_rl.cluster.exit import leave
+from parallel_rl.cluster import ending
+from parallel_rl.cluster.ending import leave
 from parallel_rl.config.names import ENVIRONMENT, modules_of_user
 from parallel_rl.doctor import command as doctor_command
 from parallel_rl.plan import command as plan_command
@@ -33,8 +33,8 @@ def _parser() -> tuple[Parser, Mapping[str, argparse.ArgumentParser]]:
     )
     runs.add_parsers(commands)
     submit.add_parser(commands)
-    export.add_parser(commands)
-    sample.add_parser(commands)
+    checkpoint.add_export(commands)
+    checkpoint.add_sample(commands)
     plan_command.add_parser(commands)
     port_command.add_parser(commands)
     verify_command.add_parser(commands)
@@ -100,16 +100,16 @@ def _run(arguments: Sequence[str], own_process: bool) -> int:
         if known.print_config:
             return keys.print_config(known.recipe, rest)
         if own_process:  # before seconds of imports
-            preemption.listen()
+            ending.listen()
         return runs.train(known.recipe, rest, known.gate, known.dump_step)
     if known.command == "check":
         return runs.check(
             known.recipe, known.world, f"{known.world} ranks", rest, known.modules, dump_step=known.dump_step
         )
     if known.command == "sample":
-        return sample.sample(known, rest)
+        return checkpoint.sample(known, rest)
     if known.command == "export":
-        return export.export(known, rest)
+        return checkpoint.export(known, rest)
     if known.command == "submit":
         return submit.submit(known, rest)
     if known.command == "data":

@@ -19,8 +19,9 @@ from typing import NoReturn
 import torch
 import torch.distributed as dist
 
-from parallel_rl.cluster import heartbeat, preemption, watchdog_report
-from parallel_rl.cluster.watchdog_report import ENDED, NAMED, Kind, Post, name_of, post_of, report, where
+from parallel_rl.cluster import ending as preemption
+from parallel_rl.cluster import progress
+from parallel_rl.cluster.progress import ENDED, NAMED, Kind, Post, name_of, post_of, report, where
 
 FRACTION = 0.9  # of the groups' timeout: the alarm comes before the collectives fail one by one
 _LOOK = 1.0  # seconds between looks
@@ -38,7 +39,7 @@ def watching(timeout: float) -> Iterator[None]:
     If a collective fails or nothing moves, print the report and exit with status 1; torchrun ends the others. Other exceptions
     pass through once the other ranks have been notified.
     """
-    heartbeat.reset()
+    progress.reset()
     if int(os.environ.get("WORLD_SIZE", "1")) == 1 or "MASTER_ADDR" not in os.environ or dist.is_initialized():
         yield
         return
@@ -81,7 +82,7 @@ class _Watch:
         self._lost: Post | None = None
         self._moved = self._looked = time.monotonic()
         self._mark: tuple[int, tuple[tuple[int, int], ...]] | None = None
-        self._place = watchdog_report.Place(None, "")
+        self._place = progress.Place(None, "")
         self._next_beat = 0.0
         self._prefix = f"parallel_rl/watch/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
         self._thread = threading.Thread(target=self._run, name="hang watch", daemon=True)
@@ -102,7 +103,7 @@ class _Watch:
             self._failure = self._post("failed", f"{type(error).__name__}: {text[0]}" if text else type(error).__name__)
         else:
             reason = str(gone).split("] ", 1)[-1].split(". This is typically")[0].splitlines()[0]
-            self._lost = self._post("waits", str(watchdog_report.of_traceback(gone.__traceback__)), reason)
+            self._lost = self._post("waits", str(progress.of_traceback(gone.__traceback__)), reason)
         self._wake.set()
         if not self._told.wait(_GATHER + _LINGER + 2 * _ANSWER) and self._lost is not None:
             self._end(self._storeless("does not answer"))
@@ -135,8 +136,8 @@ class _Watch:
 
     def _look(self) -> None:
         now = time.monotonic()
-        place, frames = watchdog_report.main_thread()
-        mark = (heartbeat.moves(), frames)
+        place, frames = progress.main_thread()
+        mark = (progress.moves(), frames)
         suspended = now - self._looked > 10 * self._look_every
         self._looked = now
         if mark != self._mark or suspended:
@@ -147,10 +148,10 @@ class _Watch:
             self._alarm(self._lost)
         elif self._orphaned():
             self._tell(self._post("failed", self._agent_gone()))
-            self._end(f"parallel-rl: error{name_of(self._rank, heartbeat.step_name())}: {self._agent_gone()}\n")
+            self._end(f"parallel-rl: error{name_of(self._rank, progress.step_name())}: {self._agent_gone()}\n")
         elif self._stuck(now) and not self._store.check([self._key("alarm")]):
             self._tell(self._post("failed", f"stuck at {self._place} as {ENDED} came", ENDED))
-            self._end(f"parallel-rl: error{name_of(self._rank, heartbeat.step_name())}: {self._stuck(now)}\n")
+            self._end(f"parallel-rl: error{name_of(self._rank, progress.step_name())}: {self._stuck(now)}\n")
         elif self._store.check([self._key("alarm")]):
             self._answer()
         elif now - self._moved > FRACTION * self._timeout and self._waits():
@@ -208,20 +209,20 @@ class _Watch:
     def _mine(self) -> Post:
         if not self._waits():
             return self._post("busy", str(self._place))
-        place = self._place if self._place.collective else watchdog_report.Place("the GPU", self._place.line)
+        place = self._place if self._place.collective else progress.Place("the GPU", self._place.line)
         return self._post("waits", str(place))
 
     def _post(self, kind: Kind, what: str, reason: str = "") -> Post:
         age = time.monotonic() - self._moved
-        return Post(kind, self._rank, self._host, what, heartbeat.step_name(), heartbeat.doing(), age, reason)
+        return Post(kind, self._rank, self._host, what, progress.step_name(), progress.doing(), age, reason)
 
     def _stuck(self, now: float) -> str:
         """Return the activity that has not moved since SIGTERM; "" during a checkpoint's long write."""
         ending, still = preemption.ending(), now - self._moved
-        if ending is None or min(ending, still) < _TERM or heartbeat.saving() or self._waits():
+        if ending is None or min(ending, still) < _TERM or progress.saving() or self._waits():
             return ""
         return (
-            f"SIGTERM came {ending:.0f} s ago, and it is stuck since {still:.0f} s at {self._place}, in {heartbeat.doing()}; "
+            f"SIGTERM came {ending:.0f} s ago, and it is stuck since {still:.0f} s at {self._place}, in {progress.doing()}; "
             "it ends without a save, and the last checkpoint stays"
         )
 

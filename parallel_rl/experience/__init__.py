@@ -4,8 +4,15 @@ from importlib import import_module
 
 from parallel_rl.experience.dynamic_sampling import Drawn, DynamicSampling, draw_groups
 from parallel_rl.experience.failures import FailedSamplesConfig, SampleFailures
-from parallel_rl.experience.kl_control import AdaptiveKLController, FixedKLController, kl_controller
-from parallel_rl.experience.pipeline import Models, ask_models, compute_advantages, shape_rewards
+from parallel_rl.experience.pipeline import (
+    AdaptiveKLController,
+    FixedKLController,
+    Models,
+    ask_models,
+    compute_advantages,
+    kl_controller,
+    shape_rewards,
+)
 from parallel_rl.experience.rewards import register_reward, reward_function
 from parallel_rl.experience.samples import Experience, Samples, padded_samples
 from parallel_rl.experience.shaping import (

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from parallel_rl.plan.memory import Layout
-    from parallel_rl.plan.models import ModelShape
+    from parallel_rl.plan.source import ModelShape
 
 NODE = 8  # cards that are joined by the fast links
 MOST_RANKS = 10_000
@@ -77,7 +77,7 @@ def bounds(model: ModelShape, layout: Layout, card: Card, micro_batches: int = 1
     data, pipeline) on nodes of 8 cards, each with a network link that every collective can share.
 
     >>> from parallel_rl.plan.memory import Layout
-    >>> from parallel_rl.plan.models import ModelShape
+    >>> from parallel_rl.plan.source import ModelShape
     >>> model = ModelShape(32, 4096, 32, 8, 128, 14336, 128256)
     >>> [bound.ranks for bound in bounds(model, Layout(8192, tensor=8), CARDS["H100"])][:3]
     [8, 16, 32]

@@ -13,7 +13,7 @@ from parallel_rl.vocab.backends.torch_backend import math_dtype
 from parallel_rl.vocab.linear.plan import HeadShape, LinearMode, Plan, half_bytes, kept_dtype, make_plan
 
 if TYPE_CHECKING:
-    from parallel_rl.plan.models import ModelShape
+    from parallel_rl.plan.source import ModelShape
 
 _RAISED = 1 << 22  # elements of low-precision weights that a CPU's product raises at once
 #: bytes a bfloat16 logit of a rank at the peak, as published for H100 and B300; 2 more where the caller holds the logits
@@ -239,7 +239,7 @@ def states(model: ModelShape, layout: Layout) -> dict[str, int]:
     Megatron's mixed precision: weights in `dtype`, gradients in float32, Adam's two moments and, for a low-precision `dtype`,
     master weights in float32. Activations are not counted: they depend on recompute and attention.
 
-    >>> from parallel_rl.plan.models import ModelShape
+    >>> from parallel_rl.plan.source import ModelShape
     >>> model = ModelShape(2, 64, 4, 4, 16, 176, 128)
     >>> states(model, Layout(64, dtype=torch.float32, distributed_optimizer=False))["weights"] == 4 * model.parameters
     True
@@ -261,7 +261,7 @@ def states(model: ModelShape, layout: Layout) -> dict[str, int]:
 def rank_parameters(model: ModelShape, layout: Layout) -> int:
     """Count the weights of a tensor rank of the last pipeline stage, which has the LM head.
 
-    >>> from parallel_rl.plan.models import ModelShape
+    >>> from parallel_rl.plan.source import ModelShape
     >>> model = ModelShape(2, 64, 4, 4, 16, 176, 128)
     >>> rank_parameters(model, Layout(64)) == model.parameters
     True

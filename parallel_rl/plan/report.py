@@ -12,7 +12,7 @@ from parallel_rl.vocab.linear.plan import card_budget
 
 if TYPE_CHECKING:
     from parallel_rl.plan.memory import Layout
-    from parallel_rl.plan.models import ModelShape
+    from parallel_rl.plan.source import ModelShape
 
 _OURS = ("in_forward", "resident", "recompute", "whole logits, consumed")
 
@@ -67,7 +67,7 @@ def plan_run(
 
     >>> import torch
     >>> from parallel_rl.plan.memory import Layout
-    >>> from parallel_rl.plan.models import ModelShape
+    >>> from parallel_rl.plan.source import ModelShape
     >>> llama = ModelShape(32, 4096, 32, 8, 128, 14336, 128256)
     >>> plan = plan_run(llama, Layout(8192, tensor=8, data=2, sequence_parallel=True), "H100")
     >>> plan.recommended().mode, round(plan.state_bytes / 2**30, 1)

@@ -14,8 +14,7 @@ import torch
 
 from parallel_rl.config.shown import Secret, check_address
 from parallel_rl.servers.completions import Completion, Expected, read_native, read_openai
-from parallel_rl.servers.http_client import Poster, PostingConfig, ServerError
-from parallel_rl.servers.workers import Workers, gather
+from parallel_rl.servers.http_client import Poster, PostingConfig, ServerError, Workers, gather
 from parallel_rl.vocab.sampling import sample_keys
 from parallel_rl.vocab.shards import Truncation
 

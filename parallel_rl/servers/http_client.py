@@ -1,4 +1,4 @@
-"""POST JSON to servers: a deadline per attempt, retries of temporary failures, bounded concurrency."""
+"""POST JSON to servers: threads bounded in number, a deadline per attempt, retries of temporary failures."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import errno
 import json
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -241,3 +243,58 @@ def read_json(answer: bytes) -> object:
         raise ValueError(f"the answer is not JSON: {answer[:200]!r}") from None
     except ValueError as error:
         raise ValueError(f"the answer is refused: {error}: {answer[:200]!r}") from None
+
+
+class Workers:
+    """Runs calls on at most `limit` threads, in order; the program's exit does not wait for them."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self._lock = threading.Lock()
+        self._queue: deque[tuple[Future, Callable[[], object]]] = deque()
+        self._running = 0
+
+    def submit(self, call: Callable[[], ResultT]) -> Future[ResultT]:
+        future: Future[ResultT] = Future()
+        with self._lock:
+            self._queue.append((future, call))
+            start = self._running < self.limit
+            self._running += start
+        if start:
+            try:
+                threading.Thread(target=self._work, daemon=True).start()
+            except RuntimeError:  # no more threads: the running ones suffice
+                with self._lock:
+                    self._running -= 1
+                    if not self._running:
+                        self._queue.clear()
+                        raise
+        return future
+
+    def _work(self) -> None:
+        while True:
+            with self._lock:
+                if not self._queue:
+                    self._running -= 1
+                    return
+                future, call = self._queue.popleft()
+            if not future.set_running_or_notify_cancel():
+                continue
+            try:
+                result = call()
+            except BaseException as error:
+                future.set_exception(error)
+            else:
+                future.set_result(result)
+
+
+def gather(futures: Sequence[Future[ResultT]], stop: threading.Event) -> list[ResultT]:
+    """Return all results in order; on the first failure set `stop`, cancel pending calls and re-raise."""
+    done, _ = wait(futures, return_when=FIRST_EXCEPTION)
+    failed = next((future for future in futures if future in done and future.exception() is not None), None)
+    if failed is None:
+        return [future.result() for future in futures]
+    stop.set()  # the others end at their next attempt
+    for future in futures:
+        future.cancel()
+    raise failed.exception()  # type: ignore[misc]

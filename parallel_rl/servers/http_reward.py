@@ -15,8 +15,7 @@ from torch import Tensor
 
 from parallel_rl.config.json_text import brief, is_finite
 from parallel_rl.config.shown import Secret, check_address
-from parallel_rl.servers.http_client import Poster, PostingConfig, ServerError, read_json
-from parallel_rl.servers.workers import Workers, gather
+from parallel_rl.servers.http_client import Poster, PostingConfig, ServerError, Workers, gather, read_json
 
 _KEY = (
     "it holds a key, which would stand in the run's records; name in api_key_env the environment variable that has it"

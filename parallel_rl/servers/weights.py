@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Literal, TypeVar
 
 from parallel_rl.servers.completion_server import CompletionServerConfig, CompletionServerError
-from parallel_rl.servers.http_client import Poster, ServerError, read_json
-from parallel_rl.servers.workers import Workers, gather
+from parallel_rl.servers.http_client import Poster, ServerError, Workers, gather, read_json
 
 ResultT = TypeVar("ResultT")
 EngineName = Literal["vllm", "sglang"]

@@ -23,9 +23,8 @@ from parallel_rl.testing.layouts import Layout, default_layouts
 from parallel_rl.testing.observe import Observation, observe
 from parallel_rl.testing.pool import WorldError, preload
 from parallel_rl.testing.report import Report, Row
-from parallel_rl.testing.runners import PoolRunner, Runner
 from parallel_rl.testing.step import Outcome
-from parallel_rl.testing.subjects import Loss, sizes_of, subject_of
+from parallel_rl.testing.subjects import Loss, PoolRunner, Runner, sizes_of, subject_of
 
 
 def errors(trial: Trial, outcomes: list[Outcome]) -> tuple[float, float]:

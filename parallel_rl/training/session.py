@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 
 from parallel_rl.experience import FailedSamplesConfig, SampleFailures
-from parallel_rl.experience.kl_control import AdaptiveKLController
+from parallel_rl.experience.pipeline import AdaptiveKLController
 from parallel_rl.training.data.datasets import Datasets
 from parallel_rl.training.models.engine import Engine
 from parallel_rl.training.models.learner import Learner

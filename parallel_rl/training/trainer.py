@@ -12,8 +12,8 @@ from pathlib import Path
 import torch.distributed as dist
 
 from parallel_rl.agreement import Unavailable, on_first_rank, raise_on_all_ranks
-from parallel_rl.cluster import preemption
-from parallel_rl.cluster.heartbeat import enter_step, tick
+from parallel_rl.cluster import ending
+from parallel_rl.cluster.progress import enter_step, tick
 from parallel_rl.experience.rewards import reward_function
 from parallel_rl.training.algorithms.evaluation import Evaluation, evaluate, shown_text
 from parallel_rl.training.algorithms.phases import Phase, check_dump, phases
@@ -32,8 +32,7 @@ from parallel_rl.training.models.train_step import StepDump
 from parallel_rl.training.preflight.check import check_layout, check_vocabulary, layout_text, length_check
 from parallel_rl.training.reporting.config_history import write_config
 from parallel_rl.training.reporting.run_log import RunLog, draw_curves, read_metrics
-from parallel_rl.training.rollouts.sharing import queued_again_without_servers
-from parallel_rl.training.rollouts.weights import check_servers
+from parallel_rl.training.rollouts.sharing import check_servers, queued_again_without_servers
 from parallel_rl.training.session import TrainProgress
 from parallel_rl.training.tokenizer.protocol import Tokenizer
 
@@ -244,14 +243,14 @@ class _Run:
             write()
         except Exception as error:
             failure = error
-        boundary = preemption.agree(self.engine.device, failure is not None)
+        boundary = ending.agree(self.engine.device, failure is not None)
         if boundary.failed:
             raise_on_all_ranks(partial(_raise, failure), what=what)
         self.stop = boundary.stop
 
     def _halt(self, cause: str, phase: Phase) -> None:
         """Save, so that the same command resumes here."""
-        preemption.ignore_signals()
+        ending.ignore_signals()
         if self.rows and (self.saved is None or self.saved[1] != self.progress):
             self._save()
         flag = " with --run.resume auto" if self.config.run.resume == "never" else ""
@@ -261,7 +260,7 @@ class _Run:
         )
         # the other ranks look for the marker
         why = "the marker REQUEUE could not be written; all is saved"
-        on_first_rank(lambda: preemption.ask_for_restart(text), why)
+        on_first_rank(lambda: ending.ask_for_restart(text), why)
         self.log.say(text)
 
     def _save(self) -> None:

@@ -27,8 +27,8 @@ from parallel_rl.testing.check import WORLDS, Limits, by_world, check_subject, r
 from parallel_rl.testing.layouts import Layout, Rank, default_layouts, layouts, make_groups
 from parallel_rl.testing.pool import MAX_WORLD, close
 from parallel_rl.testing.report import Report, Row
-from parallel_rl.testing.runners import JobRunner, PoolRunner, Runner
 from parallel_rl.testing.step import Outcome
+from parallel_rl.testing.subjects import JobRunner, PoolRunner, Runner
 
 _GRACE = 5.0  # seconds in which a collective's own timeout may say more
 

@@ -38,8 +38,8 @@ from parallel_rl.testing.alone import Alone
 from parallel_rl.testing.cases import Batch, Subject, Trial
 from parallel_rl.testing.layouts import Layout, Piece, Rank, cut_rows
 from parallel_rl.testing.pool import preload, run_world
-from parallel_rl.testing.runners import PoolRunner, of_places
 from parallel_rl.testing.step import Outcome, add_to_maps, attempt, cut_step
+from parallel_rl.testing.subjects import PoolRunner, of_places
 
 _EXACT = 1e-9  # relative, in float64
 _GRIDS = {  # tensor, context, data, pipeline; packing

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from parallel_rl.advantages.entropy_clip import clip_by_batch, entropy_signal
+from parallel_rl.advantages.tokenwise import clip_by_batch, entropy_signal
 from parallel_rl.testing.pool import run_world
 
 

@@ -15,10 +15,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from parallel_rl.cluster import heartbeat, preemption, watchdog_report
+from parallel_rl.cluster import ending, progress
 from parallel_rl.cluster import watchdog as watch_module
+from parallel_rl.cluster.progress import ENDED, Post, post_of, report
 from parallel_rl.cluster.watchdog import _Watch, lost_peer
-from parallel_rl.cluster.watchdog_report import ENDED, Post, post_of, report
 from parallel_rl.testing.pool import run_world
 
 WAITS = Post("waits", 0, "a", "all_reduce (session.py:131 total)", "rl step 7", "training", 540.0)
@@ -83,12 +83,12 @@ def _place_of_a_waiting_rank(rank: int, seen: Path) -> str | None:
             time.sleep(0.01)
         dist.all_gather_object([None, None], "x")
         return None
-    found: list[watchdog_report.Place] = []
+    found: list[progress.Place] = []
 
     def look() -> None:
         while not found or found[-1].collective is None:
             time.sleep(0.01)
-            found.append(watchdog_report.main_thread()[0])
+            found.append(progress.main_thread()[0])
         seen.touch()
 
     watcher = threading.Thread(target=look)
@@ -118,7 +118,7 @@ def _a_peer_leaves(rank: int) -> tuple[bool, str] | None:
     except ValueError as error:
         gone = lost_peer(error)
         assert gone is not None
-        return True, str(watchdog_report.of_traceback(gone.__traceback__))
+        return True, str(progress.of_traceback(gone.__traceback__))
     return None
 
 
@@ -144,7 +144,7 @@ def watches(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[dist.TCPStore, Ca
         monkeypatch.setenv("RANK", str(rank))
         return _Watch(timeout)
 
-    heartbeat.reset()
+    progress.reset()
     yield store, make
 
 
@@ -192,11 +192,11 @@ def test_a_rank_that_is_stuck_as_sigterm_comes_says_where_and_ends(
     monkeypatch.setattr(watch_module, "_TERM", 0.3)
     _, make = watches
     watch = make(0, 2.0)
-    heartbeat.tick("asking the reward function")
+    progress.tick("asking the reward function")
     watch.start()
     time.sleep(1.0)
     assert not said  # nobody has asked it to end
-    monkeypatch.setattr(preemption, "_ended", time.monotonic())
+    monkeypatch.setattr(ending, "_ended", time.monotonic())
     time.sleep(1.5)
     watch.close()
     where = r"test_watchdog.py:\d+ test_a_rank_that_is_stuck\w+, in asking the reward function"
@@ -214,15 +214,15 @@ def test_a_rank_that_writes_a_checkpoint_as_sigterm_comes_is_not_stuck(
     monkeypatch.setattr(_Watch, "_end", lambda self, text: said.append(text))
     monkeypatch.setattr(watch_module, "_GATHER", 0.1)
     monkeypatch.setattr(watch_module, "_TERM", 0.2)
-    monkeypatch.setattr(preemption, "_ended", time.monotonic())
+    monkeypatch.setattr(ending, "_ended", time.monotonic())
     store, make = watches
     watch = make(0, 2.0)
-    heartbeat.tick("writing a checkpoint", saving=True)
+    progress.tick("writing a checkpoint", saving=True)
     watch.start()
     store.wait(["parallel_rl/watch/0/beat/0"], timedelta(seconds=60))
     time.sleep(0.8)
     assert not said
-    heartbeat.tick("asking the reward function")
+    progress.tick("asking the reward function")
     time.sleep(0.8)
     watch.close()
     assert "in asking the reward function" in said[0]
@@ -256,5 +256,5 @@ def test_an_error_of_the_gpu_is_not_taken_for_a_lost_store(
 def test_a_tick_costs_nothing() -> None:
     began = time.thread_time()  # of this thread alone, whatever else the machine does
     for _ in range(10_000):
-        heartbeat.tick("training")
+        progress.tick("training")
     assert (time.thread_time() - began) / 10_000 < 20e-6

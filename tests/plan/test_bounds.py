@@ -8,7 +8,7 @@ import pytest
 
 from parallel_rl.plan.bounds import CARDS, NODE, bounds
 from parallel_rl.plan.memory import Layout, rank_parameters
-from parallel_rl.plan.models import ModelShape
+from parallel_rl.plan.source import ModelShape
 
 MODEL = ModelShape(36, 6144, 96, 48, 64, 12288, 151936)
 H100 = CARDS["H100"]

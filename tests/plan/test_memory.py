@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from parallel_rl.plan.memory import BYTES_PER_LOGIT, Layout, loss_stages, states
-from parallel_rl.plan.models import ModelShape
+from parallel_rl.plan.source import ModelShape
 
 ROOT = Path(__file__).parents[2]
 EAGER, FUSED = BYTES_PER_LOGIT

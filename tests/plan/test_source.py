@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from parallel_rl.plan.models import ModelShape
-from parallel_rl.plan.source import read_source, source_of
+from parallel_rl.plan.source import ModelShape, read_source, source_of
 
 LLAMA = {
     "model_type": "llama", "num_hidden_layers": 32, "hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8,

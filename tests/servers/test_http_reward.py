@@ -18,10 +18,10 @@ from parallel_rl.servers.http_client import (
     Poster,
     ServerAwayError,
     ServerError,
+    Workers,
     any_server_away,
     read_json,
 )
-from parallel_rl.servers.workers import Workers
 from tests.servers.server import Answer, lengths, serve
 
 

@@ -15,10 +15,10 @@ from parallel_rl.advantages.returns import discounted_returns, gae
 from parallel_rl.compat.dense import Count, Step, dense_batch, row_mean
 from parallel_rl.compat.preference import PairWiseLoss, pairs
 from parallel_rl.counts import token_weights
-from parallel_rl.experience import kl_control, shaping
+from parallel_rl.experience import pipeline, shaping
 from parallel_rl.experience.dynamic_sampling import DynamicSampling
 from parallel_rl.experience.failures import FailedSamplesConfig
-from parallel_rl.experience.kl_control import kl_controller
+from parallel_rl.experience.pipeline import kl_controller
 from parallel_rl.experience.shaping import RewardShaping
 from parallel_rl.functional.kl import KLType, kl_estimate
 from parallel_rl.functional.preference import cross_entropy
@@ -258,14 +258,14 @@ def unpacking_samples(values: Tensor, packed_seqlens: list[int]) -> list[Tensor]
     return [row[start : start + length] for start, length in zip(starts, packed_seqlens, strict=True)]
 
 
-class FixedKLController(kl_control.FixedKLController):
+class FixedKLController(pipeline.FixedKLController):
     """Constant KL coefficient."""
 
     def __init__(self, kl_coef: float) -> None:
         super().__init__(kl_coef)
 
 
-class AdaptiveKLController(kl_control.AdaptiveKLController):
+class AdaptiveKLController(pipeline.AdaptiveKLController):
     """KL coefficient that adapts towards a target KL. Paper: arXiv 1909.08593."""
 
     def __init__(self, init_kl_coef: float, target: float, horizon: int) -> None:

@@ -24,8 +24,14 @@ from parallel_rl.experience.failures import (
     without_failed_logprobs,
     without_lone,
 )
-from parallel_rl.experience.kl_control import kl_controller
-from parallel_rl.experience.pipeline import Models, ask_models, compute_advantages, is_truncated, shape_rewards
+from parallel_rl.experience.pipeline import (
+    Models,
+    ask_models,
+    compute_advantages,
+    is_truncated,
+    kl_controller,
+    shape_rewards,
+)
 from parallel_rl.experience.rewards import RewardFunction
 from parallel_rl.experience.samples import Experience, Samples
 from parallel_rl.experience.shaping import RunningMoments

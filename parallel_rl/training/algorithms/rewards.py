@@ -10,12 +10,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from parallel_rl.cluster.heartbeat import tick
+from parallel_rl.cluster.progress import tick
 from parallel_rl.experience.failures import FailedSamplesConfig, score_again
 from parallel_rl.experience.rewards import RewardTimeout, reward_function, score_once
 from parallel_rl.losses.core.requirements import Field
+from parallel_rl.servers.http_client import Workers
 from parallel_rl.servers.http_reward import HTTPRewardConfig, Scored
-from parallel_rl.servers.workers import Workers
 from parallel_rl.training.data.examples import Prompt
 from parallel_rl.training.data.format import Own, own_values
 from parallel_rl.training.rollouts.sharing import Sharing, failure

@@ -23,7 +23,7 @@ from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from torch import Tensor
 
 from parallel_rl.agreement import gather_results, on_first_rank, raise_on_all_ranks
-from parallel_rl.cluster.heartbeat import tick
+from parallel_rl.cluster.progress import tick
 from parallel_rl.megatron import unwrap
 from parallel_rl.training.checkpointing import manifest as files
 from parallel_rl.training.checkpointing import storage

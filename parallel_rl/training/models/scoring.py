@@ -9,7 +9,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from parallel_rl.cluster.heartbeat import tick
+from parallel_rl.cluster.progress import tick
 from parallel_rl.layout import valid_tokens
 from parallel_rl.losses.core.one_row import rows_of_tokens
 from parallel_rl.losses.scores import token_scores

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from megatron.core.optimizer import MegatronOptimizer
 
-from parallel_rl.cluster.heartbeat import tick
+from parallel_rl.cluster.progress import tick
 from parallel_rl.explain.dump import DumpError, StepInfo, dump_step
 from parallel_rl.groups import ParallelGroups
 from parallel_rl.losses.core.call import LossFunction

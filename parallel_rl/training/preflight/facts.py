@@ -11,8 +11,7 @@ import torch.distributed as dist
 
 from parallel_rl.groups import job_backend
 from parallel_rl.megatron.model_config import default_ffn_hidden_size, layers_here
-from parallel_rl.plan.models import ModelShape
-from parallel_rl.plan.source import Source
+from parallel_rl.plan.source import ModelShape, Source
 from parallel_rl.testing.whole_step.known_faults import RunFacts
 from parallel_rl.training.config.load import load_config
 from parallel_rl.training.config.sections import DTYPES

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from parallel_rl.agreement import describe, raise_on_all_ranks
-from parallel_rl.cluster.heartbeat import doing, tick
+from parallel_rl.cluster.progress import doing, tick
 from parallel_rl.groups import ParallelGroups, current_device, reduce_
 from parallel_rl.losses.choice import LossConfig
 from parallel_rl.losses.prm import PRMLossFn
@@ -25,8 +25,7 @@ from parallel_rl.testing.alone import check_alone, trial_of
 from parallel_rl.testing.batches import PLACEHOLDER, REWARD_IDS
 from parallel_rl.testing.check import batch_for, check_subject
 from parallel_rl.testing.layouts import Layout, Rank
-from parallel_rl.testing.runners import JobRunner
-from parallel_rl.testing.subjects import Given
+from parallel_rl.testing.subjects import Given, JobRunner
 from parallel_rl.testing.whole_step.known_faults import gate_line
 from parallel_rl.training.algorithms.phases import phases
 from parallel_rl.training.config.sections import ParallelConfig, SamplingConfig, data_parallel_size

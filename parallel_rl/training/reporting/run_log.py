@@ -15,7 +15,7 @@ from types import TracebackType
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from parallel_rl.cluster.watchdog_report import ranges
+from parallel_rl.cluster.progress import ranges
 from parallel_rl.training.reporting.loggers import Loggers, Row, RunInfo
 
 # heading, metric, format

@@ -23,8 +23,7 @@ from parallel_rl.servers.completions import Completion
 from parallel_rl.servers.weights import ServerWeights
 from parallel_rl.training.config.sections import ServerConfig
 from parallel_rl.training.models.engine import Engine
-from parallel_rl.training.rollouts.sharing import Sharing, raise_first
-from parallel_rl.training.rollouts.weights import write_policy
+from parallel_rl.training.rollouts.sharing import Sharing, raise_first, write_policy
 
 _RESTARTS = 3  # of servers, during one draw
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from parallel_rl.agreement import sum_over_groups
-from parallel_rl.cluster.heartbeat import tick
+from parallel_rl.cluster.progress import tick
 from parallel_rl.experience.samples import Samples
 from parallel_rl.megatron import ALONE, broadcast_from_last_stage, forward_logits, forward_only, padded_input, replicas
 from parallel_rl.training.config.sections import SamplingConfig

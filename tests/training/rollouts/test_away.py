@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from parallel_rl.cluster import heartbeat
+from parallel_rl.cluster import progress
 from parallel_rl.testing.pool import WorldError, run_world
 from parallel_rl.training.rollouts.sharing import wait_together
 from tests.servers.engine_server import EngineServer, serve_engine
@@ -117,9 +117,9 @@ def _looks(rank: int, timeout: float) -> int:
     waited: Future[None] = Future()
     if rank == 1:
         threading.Timer(0.6, waited.set_result, (None,)).start()
-    before = heartbeat.moves()
+    before = progress.moves()
     assert wait_together([waited] if rank else [], timeout)
-    return heartbeat.moves() - before
+    return progress.moves() - before
 
 
 def test_ranks_look_at_each_other_within_any_timeout() -> None:

@@ -1,4 +1,4 @@
-"""The command that samples from a checkpoint's policy."""
+"""Commands on a checkpoint: sample from its policy, or export it as a Hugging Face folder."""
 
 from __future__ import annotations
 
@@ -7,13 +7,17 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from parallel_rl.cli.runs import check_world, config_of, quiet, refuse, say
-from parallel_rl.cluster.exit import failed
+from parallel_rl.cluster.ending import failed
 from parallel_rl.config.shown import printable
 
+if TYPE_CHECKING:
+    from argparse import _SubParsersAction
 
-def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+
+def add_sample(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = commands.add_parser(
         "sample",
         help="sample answers of a checkpoint's policy, alone or under torchrun",
@@ -66,6 +70,40 @@ def sample(known: argparse.Namespace, rest: Sequence[str]) -> int:
             say(printable(prompt))
             for text in texts:
                 say("\n".join(f"  {line}" for line in printable(text).split("\n")))
+        end_world()
+    except (ValueError, OSError) as error:
+        return refuse(error)
+    except RuntimeError as error:
+        return failed(error)
+    return 0
+
+
+def add_export(commands: _SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser(
+        "export",
+        help="write a checkpoint as a Hugging Face folder, which transformers and vLLM load",
+        usage="parallel-rl export CHECKPOINT OUT [--section.key value ...]",
+        description="Reads the run's config.yaml two folders above CHECKPOINT (.../checkpoints/step_000100). One process holds "
+        "the whole model on the host; under torchrun give a layout: --parallel.pipeline 4",
+        allow_abbrev=False,
+    )
+    parser.add_argument("checkpoint", metavar="CHECKPOINT")
+    parser.add_argument("out", metavar="OUT", help="a new folder")
+
+
+def export(known: argparse.Namespace, rest: Sequence[str]) -> int:
+    from parallel_rl.training.config.load import load_config
+
+    checkpoint, out = Path(known.checkpoint), Path(known.out)
+    try:
+        config = load_config(config_of(known.checkpoint), ["--parallel={}", *rest], say)
+        check_world(config.parallel)
+        quiet()
+        from parallel_rl.training.checkpointing.export import export_checkpoint
+        from parallel_rl.training.models.engine import end_world
+
+        export_checkpoint(checkpoint, out, config)
+        say(f"wrote {out}: {', '.join(sorted(path.name for path in out.iterdir()))}")
         end_world()
     except (ValueError, OSError) as error:
         return refuse(error)
