@@ -76,7 +76,10 @@ class SoftOverlong(Overlong, name="dapo"):
 
 @dataclass(frozen=True)
 class StopProperly(Overlong, name="stop_properly"):
-    """Multiply a truncated response's reward by a coefficient, or set a negative one (ProRL)."""
+    """Multiply a truncated response's reward by a coefficient, or replace it by a negative one (ProRL).
+
+    coefficient: from 0 to 1 a factor, below 0 the reward itself.
+    """
 
     coefficient: float = 0.0
 

@@ -1,4 +1,4 @@
-"""What `check_law` checks, and the processes in which it runs."""
+"""Inputs of `check_law`, and the processes in which it runs."""
 
 from __future__ import annotations
 
