@@ -52,11 +52,11 @@ def grouped_experts() -> Iterator[None]:
     """Models get their experts in one module, as with Transformer Engine."""
     local = model.layer_spec
 
-    def spec(config: TransformerConfig) -> ModuleSpec:
-        found = local(config)
+    def spec(config: TransformerConfig, *, prefix_trees: bool) -> ModuleSpec:
+        layer = local(config, prefix_trees=prefix_trees)
         submodules = MLPSubmodules(linear_fc1=_Column, linear_fc2=_Row)
-        found.submodules.mlp.submodules.experts = ModuleSpec(module=TEGroupedMLP, submodules=submodules)
-        return found
+        layer.submodules.mlp.submodules.experts = ModuleSpec(module=TEGroupedMLP, submodules=submodules)
+        return layer
 
     with mock.patch.object(model, "layer_spec", spec):
         yield
