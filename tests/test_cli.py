@@ -227,6 +227,7 @@ def test_a_tool_whose_reader_left_does_not_end_well(tmp_path: Path) -> None:
     assert (done.returncode, done.stdout) == (141, b"")  # nothing was said, so neither that all is well
 
 
+@pytest.mark.slow
 def test_without_megatron_the_command_says_what_to_install() -> None:
     """Three commands in a row in one process, which imports torch once."""
     lines = ["train --recipe grpo", "check --recipe grpo --world 1", "data --recipe grpo"]

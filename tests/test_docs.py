@@ -33,10 +33,12 @@ def blocks(language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```", PAGE.read_text(encoding="utf-8"), re.M | re.S)
 
 
+@pytest.mark.slow
 def test_the_generated_pages_are_fresh() -> None:
     assert [str(file.relative_to(ROOT)) for file in pages.stale()] == [], "run make docs"
 
 
+@pytest.mark.slow
 def test_the_drawings_are_fresh() -> None:
     stale = [file.name for file, draw in files.FILES.items() if file.read_text(encoding="utf-8") != draw().svg()]
     assert stale == [], "run make docs"

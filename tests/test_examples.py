@@ -28,6 +28,7 @@ def test_a_loss_on_two_ranks_is_that_of_one() -> None:
     assert "loss and gradients equal those of one process" in done.stdout
 
 
+@pytest.mark.slow
 def test_the_megatron_loop_has_the_same_losses_on_any_layout() -> None:
     pytest.importorskip("megatron.core")
     [losses] = run_world(1, train, "megatron_loop.py", 1, 1)

@@ -37,6 +37,7 @@ def test_names_and_help_come_without_torch(code: str) -> None:
     assert {name.partition(".")[0] for name in brought(code)}.isdisjoint(HEAVY)
 
 
+@pytest.mark.slow
 def test_losses_come_without_what_only_some_need() -> None:
     """And subpackages are attributes once the package is imported."""
     found = brought(

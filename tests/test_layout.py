@@ -86,6 +86,7 @@ def random_field(row: Row, kind: str = "float", seed: int = 0) -> Tensor:
     return FIELDS[kind]((len(row.lengths), row.width), torch.Generator().manual_seed(seed))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cp", [1, 2, 4])
 @pytest.mark.parametrize(("name", "row", "cp_layout"), CUTS, ids=lambda value: str(value) if len(value) < 50 else "row")
 def test_positions_are_those_of_cut_lists(name: str, row: Row, cp_layout: CPLayout, cp: int) -> None:

@@ -80,6 +80,7 @@ def test_the_objective() -> None:
     torch.testing.assert_close(loss, expected)
 
 
+@pytest.mark.slow
 def test_the_figure_of_the_law() -> None:
     """What the figure shows is true: one number here, others there."""
     found = run_world(law_figure.WORLD, law_figure.all_losses)[0]

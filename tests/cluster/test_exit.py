@@ -149,6 +149,7 @@ atexit.register(print, "closed")
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "status", "cause"),
     [

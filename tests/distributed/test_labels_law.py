@@ -123,6 +123,7 @@ LAYOUTS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
 def test_pre_shifted_labels_give_the_same_numbers(layout: layouts.Layout) -> None:
     wrong = []

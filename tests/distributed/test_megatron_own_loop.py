@@ -984,6 +984,7 @@ def test_a_slip_is_an_error_on_every_rank(twins: bool) -> None:
 OF_FIRST_RANK = ("a mask to the left", "a mask to the right in an own step", "one micro-batch many times")
 
 
+@pytest.mark.slow
 @TWIN
 def test_a_slip_that_may_be_meant_is_warned_of_once(twins: bool) -> None:
     table = {name: row for name, row in WARNED.items() if (name in TWINS) == twins}
@@ -993,6 +994,7 @@ def test_a_slip_that_may_be_meant_is_warned_of_once(twins: bool) -> None:
             assert len(outcome) == 1 and message in outcome[0], (name, outcome)
 
 
+@pytest.mark.slow
 def test_what_is_right_is_not_warned_of() -> None:
     found = _in_worlds("silent", SILENT)
     assert {name: outcomes for name, outcomes in found.items() if outcomes != [[], []]} == {}

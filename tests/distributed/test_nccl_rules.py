@@ -101,6 +101,7 @@ def run(
     return seen
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("case", "packed"),
     [
@@ -128,6 +129,7 @@ def head(shape: tuple[int, int], split: bool, mode: LinearMode) -> LMHeadInput:
     return LMHeadInput(hidden.requires_grad_() * 1, weight, sequence_parallel=split, mode=mode, budget=1 << 12)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("packed", "split"),
     [pytest.param(False, False, marks=pytest.mark.slow), (True, True)],

@@ -173,6 +173,7 @@ def sums_of_ranks(rank: int) -> list[str]:
     return wrong
 
 
+@pytest.mark.slow
 def test_turns_that_context_ranks_cut() -> None:
     """Zigzag and contiguous, padded and packed, each turn cut nowhere, once, or by every boundary of its sequence."""
     for wrong in run_world(4, sums_of_ranks, timeout=120):

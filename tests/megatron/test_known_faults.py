@@ -36,6 +36,7 @@ CASES: dict[str, tuple[Callable[..., Any], Callable[[], Any], list[StepLayout]]]
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_our_step_is_right(name: str) -> None:
     """A script of Megatron's own is wrong on these layouts, with some version: see `parallel-rl doctor`."""

@@ -164,6 +164,7 @@ HOSTED = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("host", "loss", "options"), HOSTED)
 def test_through_a_host(host: str, loss: str, options: str, capsys: pytest.CaptureFixture[str]) -> None:
     """A host's adapter and its counterpart, which multiplies what the host does, give the loss of one process."""

@@ -22,6 +22,7 @@ PLANTED = "tests.testing.whole_step.planted"
 COMMAND = ["verify", "--through", "megatron", "--model"]
 
 
+@pytest.mark.slow
 def test_the_page_shows_what_the_command_says(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

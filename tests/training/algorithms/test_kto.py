@@ -46,6 +46,7 @@ def kto(folder: Path, path: str, **more: object) -> list[str]:
     return run(str(CONFIGS / "recipes" / "kto.yaml"), **given)
 
 
+@pytest.mark.slow
 def test_answers_give_the_same_rows_on_every_layout(tmp_path: Path) -> None:
     """... whose first loss is known: the policy is its reference, so that each labelled row has λ/2."""
     path = write(tmp_path)

@@ -121,6 +121,7 @@ def test_prompts_that_teach_nothing_give_way_to_others(tmp_path: Path) -> None:
         run_world(1, train_rows, tiny("dapo", tmp_path / "never", **never))
 
 
+@pytest.mark.slow
 def test_a_reward_model_starts_from_a_policy(tmp_path: Path, taught: Path) -> None:
     [rows] = run_world(1, train_rows, tiny("reward_model", tmp_path / "rewards", **{"run.init_from": taught}))
     check(rows, "reward_model")

@@ -195,6 +195,7 @@ def with_own(source: str, path: Path, weight: float | None = None, **change: obj
     return weights
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("objective", "source"), [("sft", "train"), ("rl", "rollouts"), ("pairs", "pairs"), ("reward", "train")]
 )

@@ -75,6 +75,7 @@ def step(
     return made, [hidden.grad, weight.grad]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("budget", [1 << 20, None])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("mode", MODES)

@@ -88,6 +88,7 @@ def all_cases(rank: int, size: int) -> dict[tuple, Result]:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_ranks_give_what_one_dense_process_gives(size: int) -> None:
     per_rank = run_world(size, all_cases, size, timeout=300)
