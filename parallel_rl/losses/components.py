@@ -49,7 +49,7 @@ class ComponentConfig:
         if issubclass(self.loss.loss_class, ScalarHeadLoss):
             raise ValueError(f"loss.name = {self.loss.name!r} reads a scalar head; a component reads logits")
         needs = self.loss.requirements
-        read = [each.name for each in (*needs.fields, *needs.optional)]
+        read = [field.name for field in (*needs.fields, *needs.optional)]
         for target in self.fields:
             if target not in read and not self.loss.unseen:
                 raise ValueError(
@@ -123,12 +123,12 @@ class ComponentsLossFn(ComponentsLoss[ComponentsLossConfig]):
 
     @cached_property
     def _schedules(self) -> dict[str, CoefficientScheduleConfig]:
-        every = {name: each.coefficient for name, each in self.config.components.items()}
-        return {name: each for name, each in every.items() if isinstance(each, CoefficientScheduleConfig)}
+        values = {name: component.coefficient for name, component in self.config.components.items()}
+        return {name: value for name, value in values.items() if isinstance(value, CoefficientScheduleConfig)}
 
     @property
     def coefficients(self) -> Mapping[str, float]:
-        constant = {name: each.coefficient for name, each in self.config.components.items()}
+        constant = {name: component.coefficient for name, component in self.config.components.items()}
         moving = {name: schedule.at(self._steps) for name, schedule in self._schedules.items()}
         return {**constant, **moving}  # type: ignore[dict-item]
 

@@ -84,11 +84,11 @@ class KTOLossFn(LossFn[KTOLossConfig]):
     )
 
     def collect_from(self, batch: TokenBatch) -> Statistics:
-        ratios, one = _log_ratios(batch)[0], torch.ones_like(batch.counts.seqs)
+        ratios, no_count = _log_ratios(batch)[0], torch.ones_like(batch.counts.seqs)
         sums = {}
         for side, rows in _sides(batch).items():
             sums[f"{side}_rows"] = count_true(batch, rows).value
-            sums[f"{side}_log_ratio"] = sequence_mean(batch, ratios, rows, one).value
+            sums[f"{side}_log_ratio"] = sequence_mean(batch, ratios, rows, no_count).value
         return Statistics(sums)
 
     def compute(self, batch: TokenBatch) -> tuple[Tensor, Metrics]:
@@ -109,11 +109,11 @@ class KTOLossFn(LossFn[KTOLossConfig]):
             "kl_desirable": Metric("max", z_good),  # the same everywhere
             "kl_undesirable": Metric("max", z_bad),
         }
-        one = torch.ones_like(batch.counts.seqs)
+        no_count = torch.ones_like(batch.counts.seqs)
         for side, rows in sides.items():
             metrics[f"num_{side}"] = number = count_true(batch, rows)
             if side != "mismatched":
-                total = sequence_mean(batch, ratios, rows, one).value
+                total = sequence_mean(batch, ratios, rows, no_count).value
                 metrics[f"rewards_{side}_mean"] = Metric("ratio", total, number.value, f"{side} sequences")
         return loss, Metrics(metrics | overflow_tokens(batch, [overflow]))
 

@@ -194,9 +194,9 @@ def register_objective(
             }
             return loss, Metrics({**defaults, **metrics})
 
-        fields = [*(Field(each) for each in token_fields), *(Field(each, per="sequence") for each in sequence_fields)]
+        fields = [*map(Field, token_fields), *(Field(field, per="sequence") for field in sequence_fields)]
         needs = Requirements(
-            tuple(replace(each, dtype="integer") if each.name in integer_fields else each for each in fields),
+            tuple(replace(field, dtype="integer") if field.name in integer_fields else field for field in fields),
             paired=level == "pair",
             counted=count is not None,
             collected=collect is not None,

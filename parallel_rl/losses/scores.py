@@ -124,8 +124,8 @@ def token_scores(
     Returns tensors [B, S] as of `token_logprobs`, None for those not requested. Raises what `token_logprobs` raises.
     """
     groups = vocab_parallel_group, context_parallel_group
-    one = torch.ones((), device=getattr(next_token_logits, "device", None))  # no count is read
-    call = LossCall.of(next_token_logits, data, (one, one), vocab_parallel_rank, groups)
+    no_count = torch.ones((), device=getattr(next_token_logits, "device", None))
+    call = LossCall.of(next_token_logits, data, (no_count, no_count), vocab_parallel_rank, groups)
     if isinstance(temperature, torch.Tensor):
         call = replace(call, data={**call.data, "temperature": temperature})
     scores = _Scores(

@@ -36,9 +36,6 @@ class LocalBatch:
         data: whole, token-aligned tensors.
         layout: which token each local position holds.
         counts: valid sequences and tokens of the whole step.
-        context_group: the group over which a sequence is split.
-        requirements: of the loss.
-        statistics: of the whole step, if the loss needs them.
         dropped: [T_local] bool, valid tokens masked because a truncated policy does not keep them.
         heads: fields given as hidden states and a head; the data has a stand-in of the logits' shape.
         weights: [B, S] float64 token weights, 0 at invalid tokens, if the loss reads them.
@@ -108,7 +105,6 @@ class LocalBatch:
 
     @cached_property
     def turns(self) -> TurnLayout:
-        """Return the turns of the local positions, split by `segment_ids`."""
         self.check_declared("segment_ids")
         return TurnLayout.of(self.layout, self.data["segment_ids"], self.valid, self.requirements.shift)
 
@@ -130,11 +126,7 @@ class LocalBatch:
         return self.layout.expand(torch.where(self.sequence_mask, self.data["temperature"], 1.0))
 
     def check_declared(self, name: str, per: Literal["token", "sequence"] | None = None) -> None:
-        """Raise ValueError for an undeclared field: no check and no trainer would know about it.
-
-        Args:
-            per: how the loss reads it; a field declared otherwise is refused, too. None: any.
-        """
+        """Raise ValueError for a field that is undeclared, or not declared `per` that (None: any)."""
         if name not in self.requirements.names and name not in _OF_ALL:
             declared = ", ".join(self.requirements.names) or "none"
             raise ValueError(
@@ -170,11 +162,11 @@ class LocalBatch:
         shift = needs.shift and needs.field(name).alignment == "token"
         key = name, dtype
         if key not in self._fields:
-            together = needs.plain_names()
-            if name in together:
-                stacked = torch.stack([in_dtype(self.data[each], dtype) for each in together]).flatten(1)
+            plain = needs.plain_names()
+            if name in plain:
+                stacked = torch.stack([in_dtype(self.data[other], dtype) for other in plain]).flatten(1)
                 values = self.masked(stacked.index_select(1, self.layout.places(shift)[0]), dtype)
-                self._fields.update({(each, dtype): x for each, x in zip(together, values, strict=True)})
+                self._fields.update({(other, dtype): x for other, x in zip(plain, values, strict=True)})
             else:
                 local = self.layout.take(in_dtype(self.data[name], dtype), shift)
                 self._fields[key] = torch.where(self.mask.view(-1, *[1] * (local.dim() - 1)), local, 0)
@@ -203,5 +195,4 @@ class LocalBatch:
 
 
 def in_dtype(values: Tensor, dtype: torch.dtype | None) -> Tensor:
-    """Convert floats to `dtype`, if there is one; keep integers."""
     return values if dtype is None or not values.is_floating_point() else values.to(dtype)

@@ -67,13 +67,7 @@ class VocabOptions:
         check_spans(group, logits.shape[-1], self.vocab_size, self.vocab_start, logits)
 
     def shard(self, width: int, group: ProcessGroup | None, *, entropy: bool = False) -> VocabShard:
-        """Build the `VocabShard` that describes this rank's `width` columns.
-
-        Per-sample temperatures come with `for_batch`; without it they are NaN, enough for checks of columns.
-
-        Raises:
-            ValueError: the first of several ranks holds the whole vocabulary; see `VocabShard.of`.
-        """
+        """Describe this rank's `width` columns; temperatures per sample are NaN without `for_batch`."""
         tp = group_size(group)
         if tp > 1 and self.vocab_start is None and self.vocab_size and width >= self.vocab_size > 0:
             raise ValueError(

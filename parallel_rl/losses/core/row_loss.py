@@ -51,14 +51,9 @@ def mean_of_values(
 
 @dataclass(frozen=True, eq=False)
 class LogitRows:
-    """Rows of logits of this rank, all or a chunk, and the data of their tokens.
+    """Rows [n, W] of logits, all of this rank or those at `places` [n], with the teacher's if it is read.
 
-    Attributes:
-        logits: [n, W] of the student.
-        shard: how they are read.
-        local: the data of all tokens of this rank.
-        places: [n] which rows these are; None: all.
-        teacher: [n, W] logits, for a loss that reads `teacher_logits`.
+    `local` holds the data of all tokens of this rank.
     """
 
     logits: Tensor
@@ -69,7 +64,6 @@ class LogitRows:
 
     @property
     def mask(self) -> Tensor:
-        """Return [n] bool: rows whose token carries loss."""
         return self._of_rows(self.local.mask)
 
     def field(self, name: str) -> Tensor:
@@ -111,8 +105,6 @@ class RowLoss(LossFn[ConfigT]):
 
 @dataclass(frozen=True, eq=False)
 class RowReader(Reader):
-    """Reader of one value per row of logits."""
-
     loss: RowLoss
 
     def check(self, logits: Tensor, data: Mapping[str, Tensor], tensor_group: ProcessGroup | None) -> None:
