@@ -28,10 +28,11 @@ _NAME = re.compile(r"[a-z][a-z0-9_]*")
 class ComponentConfig:
     """A component: a registered loss with its weight, and the tokens and fields that it reads.
 
-    loss: {name: ..., options: {...}}; its aggregation and token weights are among its options. coefficient: λ, a number
-    or a `CoefficientScheduleConfig`. mask: name of a field [B, S] of 0 and 1 used as token_mask; "not NAME" is its
-    complement. rows: name of a field [B] of 0 and 1 that selects rows; "not NAME" is its complement. fields: a field of
-    the loss → the data's field to read instead, e.g. {reference_policy_logprobs: teacher_logprobs}.
+    loss: {name: ..., options: {...}}; aggregation and token weights are among its options. coefficient: λ, a number or a
+        `CoefficientScheduleConfig`.
+    mask: name of a field [B, S] of 0 and 1 used as token_mask; "not NAME" is its complement.
+    rows: name of a field [B] of 0 and 1 that selects rows; "not NAME" is its complement.
+    fields: a field of the loss → the data's field to read instead, e.g. {reference_policy_logprobs: teacher_logprobs}.
     """
 
     loss: LossConfig

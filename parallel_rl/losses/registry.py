@@ -66,11 +66,7 @@ def get_loss(name: str) -> type[LossFn]:
 
 
 def registered_name(loss_class: type[LossFn]) -> str:
-    """Return the registered name of a loss, or its class's name.
-
-    >>> registered_name(get_loss("nll"))
-    'nll'
-    """
+    """Return the registered name of a loss, or its class's name."""
     return next((name for name, known in _LOSSES.items() if known is loss_class), loss_class.__name__)
 
 
@@ -151,9 +147,6 @@ def register_objective(
 
     The function returns one value per token (sequence, pair), not averaged, or (values, {"name": Mean(x), ...}): metrics of
     the same shape, reduced over the step's valid entries. Anything else is a ValueError on every context rank.
-
-    Returns:
-        A decorator that makes the loss class, called like `LossFn`.
 
     Raises:
         ValueError: a taken name, an unknown level, options that do not fit the level.

@@ -147,12 +147,7 @@ def token_scores(
 
 
 class _Extras(NamedTuple):
-    """Arguments of `token_scores` that no other loss has.
-
-    Attributes:
-        masked: the data have masks.
-        bounded: a head has a bound on its rows, so no masked token is scored.
-    """
+    """Arguments of `token_scores` that no other loss has; `bounded`: no masked token is scored."""
 
     layout: SequenceLayout | None
     entropy: bool
@@ -162,8 +157,6 @@ class _Extras(NamedTuple):
 
 
 class _Scores(LossFn[NoConfig]):
-    """Loss that is read and never computed."""
-
     config_class = NoConfig
     requirements = Requirements(truncatable=True, token_separable=True, weighs_sequences=False)
     extras: _Extras

@@ -35,7 +35,7 @@ UNIT_FIELDS: dict[Aggregation, Field] = {
 
 
 def aggregate(batch: TokenBatch, x: Tensor, aggregation: Aggregation, max_length: int | None = None) -> Tensor:
-    """Aggregate [T_local] values into this rank's local loss, or [K, T_local] into K shares."""
+    """Aggregate [T_local] values into this rank's local loss, or [K, T_local] into K local losses."""
     return batch.token_sum(x, aggregation_weights(batch, aggregation, max_length))
 
 

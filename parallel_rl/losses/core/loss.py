@@ -1,4 +1,4 @@
-"""Loss and reader as `run.py` runs them; a share is this rank's addend of the global loss."""
+"""A loss and the reader of its model's output, as `run` runs them."""
 
 from __future__ import annotations
 
@@ -98,14 +98,14 @@ class Loss(ABC, Generic[ConfigT]):
 
     @abstractmethod
     def compute(self, batch: TokenBatch) -> tuple[Tensor, Metrics]:
-        """Compute the share of the loss and its metrics, from flat local tokens."""
+        """Compute the local loss and its metrics, from flat local tokens."""
 
     def objective(self, batch: TokenBatch) -> Tensor:
-        """Compute the share alone, for gradients made in forward; override it to skip metrics."""
+        """Compute the local loss alone, for gradients made in forward; override it to skip metrics."""
         return self.compute(batch)[0]
 
     def account(self, batch: TokenBatch) -> Account:
-        """Split the share of `objective`; a loss of several parts overrides it."""
+        """Split the local loss into its parts; a loss of several parts overrides it."""
         return Account({"loss": self.objective(batch)})
 
     def count_from(self, batch: TokenBatch) -> Statistics:

@@ -1,4 +1,4 @@
-"""Metrics of a batch under the law: token shares on their owner, sequence numbers on context rank 0."""
+"""Metrics of a batch: token means as parts of their rank, sequence counts on context rank 0."""
 
 from __future__ import annotations
 
