@@ -17,7 +17,7 @@ from parallel_rl.metrics import Metric, Metrics
 
 
 class PairTerms(NamedTuple):
-    """Local losses of preference and chosen NLL, their weights (0: absent), rewards, overflowing tokens."""
+    """Local losses of preference and chosen NLL, their weights (0: off), rewards, overflowing tokens."""
 
     preference: Tensor
     sft: Tensor

@@ -237,7 +237,7 @@ class _ScoreReader(LogProbReader):
         return replace(shard, sum_pi_squared=extras.sum_pi_squared)
 
     def _targets(self, local: LocalBatch, shard: VocabShard) -> tuple[Tensor, Tensor]:
-        """Return the id at each position, and whether it is scored; with a bound on rows no masked token is."""
+        """Return each position's id and whether it is scored; a bound on rows excludes masked tokens."""
         ids = local.data["input_ids"]
         ids = torch.where(self.loss.scored(local.data), ids, IGNORE_INDEX) if self.loss.extras.bounded else ids
         targets = local.layout.shard(ids, local.requirements.shift, fill=IGNORE_INDEX)

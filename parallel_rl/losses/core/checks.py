@@ -56,9 +56,9 @@ def check_pairs(rows: int) -> None:
 def check_counts(
     global_valid_seqs: object, global_valid_toks: object, data: Mapping[str, Tensor], shift: bool = True
 ) -> None:
-    """Check the step's counts: finite numbers ≥ the counts of `data`, or 1 where the caller divides.
+    """Raise ValueError unless the step's counts are finite and ≥ those of `data`, or 1.
 
-    `data` has checked masks; with `shift` column 0 has no predictor and does not count. Raises ValueError.
+    A count of 1 leaves the division to the caller. `data` has checked masks; with `shift` column 0 does not count.
     """
     counts = {"global_valid_seqs": global_valid_seqs, "global_valid_toks": global_valid_toks}
     local = own_counts(data, shift) if checks_values(data["token_mask"]) else [0, 0]

@@ -252,7 +252,7 @@ class ComponentsLoss(LossFn[ConfigT]):
 
 @dataclass(frozen=True, eq=False)
 class ComponentsReader(LogProbReader):
-    """Reader for several losses: one read for all on log-probs, one for each that reads logits."""
+    """Reader for several losses: one shared read of log-probs, and one per loss that reads logits."""
 
     loss: ComponentsLoss
 

@@ -91,7 +91,7 @@ class LocalBatch:
 
     @cached_property
     def divisors(self) -> tuple[Tensor, ValidCounts]:
-        """Return [B] each sequence's part of a denominator, and the step's counts; numbers or sums of weights."""
+        """Return each sequence's part [B] of a denominator, and the step's counts, or sums of weights."""
         if self.weights is None or self.requirements.token_weights == "count":
             return self.tokens_per_sequence, self.counts
         sums = self.row_sum(self.weights)
@@ -126,7 +126,7 @@ class LocalBatch:
         return self.layout.expand(torch.where(self.sequence_mask, self.data["temperature"], 1.0))
 
     def check_declared(self, name: str, per: Literal["token", "sequence"] | None = None) -> None:
-        """Raise ValueError for a field that is undeclared, or not declared `per` that (None: any)."""
+        """Raise ValueError for a field that the loss does not declare, or declares otherwise than `per`."""
         if name not in self.requirements.names and name not in _OF_ALL:
             declared = ", ".join(self.requirements.names) or "none"
             raise ValueError(
@@ -151,7 +151,7 @@ class LocalBatch:
         return torch.where(self.mask, x, self.zero(dtype))
 
     def zero(self, dtype: torch.dtype | None) -> Tensor:
-        """Return a cached 0-dim 0: a Python number would become a new tensor in each `where`."""
+        """Return a cached 0-dim 0; a Python number would become a new tensor in each `where`."""
         if dtype not in self._zeros:
             self._zeros[dtype] = torch.zeros((), dtype=dtype, device=self.mask.device)
         return self._zeros[dtype]

@@ -56,7 +56,7 @@ class VocabOptions:
         return replace(self, temperature=local.temperature) if self.per_sample else self
 
     def check_temperature(self) -> None:
-        """Refuse a temperature per token: packing and context ranks would lose their order."""
+        """Refuse a temperature per token; packing and context ranks would change their order."""
         if isinstance(self.temperature, torch.Tensor):
             raise ValueError(
                 "temperature must be one number for all tokens, got a Tensor; 'per-sample' reads data['temperature'] [B]"

@@ -99,7 +99,7 @@ class Requirements:
         return tuple(field.name for field in self.fields)
 
     def separates(self, truncation: Truncation) -> bool:
-        """Return whether the loss on the policy truncated so is a sum over tokens."""
+        """Return whether the loss on the truncated policy is a sum of terms of single tokens."""
         return self.token_separable and not (self.weighs_sequences and truncation)
 
     def field(self, name: str) -> Field:

@@ -92,11 +92,11 @@ class RowLoss(LossFn[ConfigT]):
     def value(self, rows: LogitRows) -> Tensor:
         """Compute [n] values of rows, differentiable in the logits, 0 with gradient 0 at masked rows.
 
-        With measures [n, 1 + M], the value first; the measures have no gradient.
+        If the loss measures, return [n, 1 + M]: the value, then M measures without gradient.
         """
 
     def check_rows(self, logits: Tensor, data: Mapping[str, Tensor], tensor_group: ProcessGroup | None) -> None:
-        """Check that fields fit the logits' vocabulary, else ValueError; a loss on a teacher overrides it."""
+        """Raise ValueError for fields that do not fit the logits' vocabulary, such as a teacher's."""
 
     @property
     def reader(self) -> RowReader:
