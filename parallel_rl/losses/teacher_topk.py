@@ -89,9 +89,8 @@ def teacher_topk(
     positions, shard = raise_on_all_ranks(check, [group, context], logits, shape_facts(logits, vocab_size))
     check_spans(group, logits.shape[-1], vocab_size, vocab_start, logits)
     keep = positions.shard(valid_tokens(data), fill=False)
-    rows = (
-        keep if positions.tree is None else positions.tree.rows.any(keep)
-    )  # a tree's row serves all tokens that share it
+    # a tree's row serves all tokens that share it
+    rows = keep if positions.tree is None else positions.tree.rows.any(keep)
     best = torch.zeros(len(rows), k, dtype=math_dtype(logits.dtype), device=logits.device)
     ids = torch.zeros(len(rows), k, dtype=torch.int64, device=logits.device)
 

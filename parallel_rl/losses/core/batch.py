@@ -127,7 +127,7 @@ class TokenBatch:
 
     @property
     def mask(self) -> Tensor:
-        """Return [T_local] bool: positions whose token (the predicted one, with a shift) carries loss."""
+        """Return [T_local] bool: positions whose (with a shift predicted) token contributes to the loss."""
         return self.local.mask
 
     @property

@@ -62,7 +62,7 @@ class LocalBatch:
 
     @cached_property
     def mask(self) -> Tensor:
-        """Return [T_local] bool: positions whose token (the predicted one, with a shift) carries loss."""
+        """Return [T_local] bool: positions whose (with a shift predicted) token contributes to the loss."""
         shift = self.requirements.shift
         _, here = self.layout.places(shift)
         mask = self.layout.take(self.valid, shift) & here
