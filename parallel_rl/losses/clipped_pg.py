@@ -37,14 +37,13 @@ class ClippedPGLossConfig:
     sequence_level_importance_ratios: GSPO: the geometric mean of a sequence's ratios, and product importance weights.
     ratio_clip_min, ratio_clip_max: the ratio is clipped to [1 − min, 1 + max].
     ratio_clip_c: dual clip, > 1; None is off.
-    reference_policy_kl_penalty: β of the KL to the reference; 0 is off.
-    reference_policy_kl_type: k1, k2 or k3.
+    reference_policy_kl_penalty: β of the KL to the reference; 0 is off. reference_policy_kl_type: k1, k2 or k3.
     kl_input_clamp_value, kl_output_clamp_value: bounds on the log-ratio and on the estimate; None is off.
     use_kl_in_reward: the KL is part of the advantages already, so the loss leaves it out.
     use_on_policy_kl_approximation: weigh the KL by π/π_generation instead of by 1 (with gradient).
     use_importance_sampling_correction: multiply the actor loss by π_prev/π_generation.
-    truncated_importance_sampling_type: tis (clamp), icepop (drop tokens) or seq-mask-tis (drop sequences by geometric
-        mean).
+    truncated_importance_sampling_type: tis (clamp), icepop (drop tokens) or seq-mask-tis (drop sequences by their
+        geometric mean).
     truncated_importance_sampling_ratio, truncated_importance_sampling_ratio_min: upper and lower bound of that.
     force_on_policy_ratio: the ratio is exp(l − sg[l]), for strictly on-policy steps; prev_logprobs is not read.
     use_cispo: CISPO.
@@ -193,14 +192,10 @@ class ClippedPGLossFn(PolicyLoss[ClippedPGLossConfig]):
     prev_logprobs (unless force_on_policy_ratio), generation_logprobs (required with ω or if the KL's gradient reads it;
     otherwise for metrics) and, with a KL, reference_policy_logprobs; `rewards` [B] with positive_example_nll_weight > 0.
 
-    Metrics: loss, kl_penalty (without β), probs_ratio and probs_ratio_clamped (means, _min, _max), clip_fraction_low
-    and _high, entropy, num_valid_samples, positive_nll_loss, overflow_tokens, is_oob_ratio (with a truncation); with
-    generation_logprobs token_mult_prob_error, gen_kl_error, policy_kl_error, js_divergence_error,
-    sampling_importance_ratio, approx_entropy.
-
-    Raises:
-        ValueError: see `LossFn`; a config whose keys contradict each other or have no effect.
-
+    Metrics: loss, kl_penalty (without β), probs_ratio and probs_ratio_clamped (means, _min, _max), clip_fraction_low and _high,
+    entropy, num_valid_samples, positive_nll_loss, overflow_tokens, is_oob_ratio (with a truncation); with generation_logprobs
+    token_mult_prob_error, gen_kl_error, policy_kl_error, js_divergence_error, sampling_importance_ratio, approx_entropy.
+    Call and errors: see `LossFn`; a config whose keys contradict each other or have no effect raises.
     Papers: arXiv 1707.06347 (PPO), 2402.03300 (GRPO), 2503.14476 (DAPO), 1912.09729 (dual clip), 2402.14740 (RLOO),
     2507.18071 (GSPO), 2506.13585 (CISPO), 2506.09477 (KL gradient), 2504.05118 (VAPO).
 

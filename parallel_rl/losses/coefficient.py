@@ -45,7 +45,6 @@ class CoefficientScheduleConfig:
 
 
 def scheduled(step: int, start: float, peak: float, valley: float, warmup_steps: int, decay_steps: int) -> float:
-    """Return the value of a step, see `CoefficientScheduleConfig`."""
     if step < warmup_steps:
         return start + step / warmup_steps * (peak - start)
     after = step - warmup_steps

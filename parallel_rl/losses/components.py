@@ -28,10 +28,11 @@ _NAME = re.compile(r"[a-z][a-z0-9_]*")
 class ComponentConfig:
     """A component: a registered loss with its weight, and the tokens and fields that it reads.
 
-    loss: {name: ..., options: {...}}; its aggregation and token weights are among its options. coefficient: λ, a number
-    or a `CoefficientScheduleConfig`. mask: name of a field [B, S] of 0 and 1 used as token_mask; "not NAME" is its
-    complement. rows: name of a field [B] of 0 and 1 that selects rows; "not NAME" is its complement. fields: a field of
-    the loss → the data's field to read instead, e.g. {reference_policy_logprobs: teacher_logprobs}.
+    loss: {name: ..., options: {...}}; aggregation and token weights are among its options. coefficient: λ, a number or a
+        `CoefficientScheduleConfig`.
+    mask: name of a field [B, S] of 0 and 1 used as token_mask; "not NAME" is its complement.
+    rows: name of a field [B] of 0 and 1 that selects rows; "not NAME" is its complement.
+    fields: a field of the loss → the data's field to read instead, e.g. {reference_policy_logprobs: teacher_logprobs}.
     """
 
     loss: LossConfig
@@ -49,7 +50,7 @@ class ComponentConfig:
         if issubclass(self.loss.loss_class, ScalarHeadLoss):
             raise ValueError(f"loss.name = {self.loss.name!r} reads a scalar head; a component reads logits")
         needs = self.loss.requirements
-        read = [each.name for each in (*needs.fields, *needs.optional)]
+        read = [field.name for field in (*needs.fields, *needs.optional)]
         for target in self.fields:
             if target not in read and not self.loss.unseen:
                 raise ValueError(
@@ -123,12 +124,12 @@ class ComponentsLossFn(ComponentsLoss[ComponentsLossConfig]):
 
     @cached_property
     def _schedules(self) -> dict[str, CoefficientScheduleConfig]:
-        every = {name: each.coefficient for name, each in self.config.components.items()}
-        return {name: each for name, each in every.items() if isinstance(each, CoefficientScheduleConfig)}
+        values = {name: component.coefficient for name, component in self.config.components.items()}
+        return {name: value for name, value in values.items() if isinstance(value, CoefficientScheduleConfig)}
 
     @property
     def coefficients(self) -> Mapping[str, float]:
-        constant = {name: each.coefficient for name, each in self.config.components.items()}
+        constant = {name: component.coefficient for name, component in self.config.components.items()}
         moving = {name: schedule.at(self._steps) for name, schedule in self._schedules.items()}
         return {**constant, **moving}  # type: ignore[dict-item]
 

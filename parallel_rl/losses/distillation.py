@@ -31,7 +31,6 @@ if TYPE_CHECKING:
 
 
 def check_temperature(teacher_temperature: float | None) -> None:
-    """Raise ValueError for a teacher temperature that is not positive; None is the student's."""
     if teacher_temperature is not None and not teacher_temperature > 0:
         raise ValueError(f"teacher_temperature = {teacher_temperature} must be positive, or None for the student's")
 
@@ -115,7 +114,6 @@ class FullDistillationLossFn(RowLoss[FullDistillationLossConfig]):
         return shard.start, shard.valid
 
     def value(self, rows: LogitRows) -> Tensor:
-        """Compute D(p, q) of each row, times temperature² if configured."""
         assert rows.teacher is not None
         cfg, temperature = self.config, rows.shard.temperature
         divergence = divergence_of_shards(

@@ -35,7 +35,6 @@ class EntropyCoefficient:
 
     @classmethod
     def of(cls, option: float | EntropyBonus) -> EntropyCoefficient:
-        """Make a coefficient from the option of a loss."""
         return option.start_coefficient() if isinstance(option, EntropyBonus) else cls(option)
 
     def step(self, metrics: Mapping[str, float]) -> None:

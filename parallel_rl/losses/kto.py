@@ -28,9 +28,9 @@ class KTOLossConfig:
     """Options of `KTOLossFn`.
 
     beta: β. desirable_weight, undesirable_weight: λ_D and λ_U; their authors keep λ_D·n_D / (λ_U·n_U) in [1, 4/3].
-    baseline: where z₀ comes from, always a constant and never below 0: "mismatched", the mean log-ratio of the rows labelled
-        0 (KTO); "opposite-class", for each class the mean log-ratio of the other (vanilla KTO); "none", 0 (APO-zero
-        without pairs). The last two leave rows labelled 0 out.
+    baseline: source of the constant z₀ ≥ 0: "mismatched", the mean log-ratio of the rows labelled 0 (KTO); "opposite-class",
+        for each class the mean log-ratio of the other (vanilla KTO); "none", 0 (APO-zero without pairs). The last two leave out
+        rows labelled 0.
     """
 
     beta: float = 0.1
@@ -51,19 +51,15 @@ class KTOLossFn(LossFn[KTOLossConfig]):
 
         L = Σ_rows λ·(1 − σ(±β·(D − z₀))) / N_labelled,    D = Σ_t log π − log π_ref,    z₀ = max(0, mean of D over KL rows)
 
-    with + and λ_D for desirable rows, − and λ_U for undesirable ones. z₀ and N_labelled are of the whole optimizer step, so
-    the loss needs `statistics=` of its `collect`. `data` holds the common fields, reference_policy_logprobs [B, S]
-    and preference_labels [B]: +1 desirable, −1 undesirable, 0 a mismatched (prompt i, response j) row, which enters z₀
-    only; or bools, True desirable and False undesirable. Labels 1 and 0 of a file mean True and False: pass
-    `labels.bool()`. A side without rows adds nothing; without KL rows z₀ is 0. Sums over a response run in float64.
+    with + and λ_D for desirable rows, − and λ_U for undesirable ones. z₀ and N_labelled are of the whole optimizer step, so the
+    loss needs `statistics=` of its `collect`. `data` holds the common fields, reference_policy_logprobs [B, S] and
+    preference_labels [B]: +1 desirable, −1 undesirable, 0 a mismatched (prompt i, response j) row that only enters z₀; or
+    bools, True desirable. If a file labels rows 1 and 0, pass `labels.bool()`. Without KL rows z₀ is 0. Sums run in float64.
 
     Metrics: loss, kl_desirable and kl_undesirable (z₀ of each class), rewards_desirable_mean, rewards_undesirable_mean (D,
     without β), num_desirable, num_undesirable, num_mismatched, overflow_tokens (with an infinite log-ratio: not in D).
-
-    Raises:
-        ValueError: see `LossFn`; a label other than +1, −1 and 0; a step with labels 0 and none −1, unless the baseline is
-            "mismatched" and as many rows are 0 as +1.
-
+    Call and errors: see `LossFn`; a label other than +1, −1 and 0 raises, and so does a step with labels 0 and none −1, unless
+    the baseline is "mismatched" and as many rows are 0 as +1.
     Papers: arXiv 2402.01306 (KTO), 2408.06266 (APO-zero).
 
     >>> import torch
@@ -84,11 +80,11 @@ class KTOLossFn(LossFn[KTOLossConfig]):
     )
 
     def collect_from(self, batch: TokenBatch) -> Statistics:
-        ratios, one = _log_ratios(batch)[0], torch.ones_like(batch.counts.seqs)
+        ratios, no_count = _log_ratios(batch)[0], torch.ones_like(batch.counts.seqs)
         sums = {}
         for side, rows in _sides(batch).items():
             sums[f"{side}_rows"] = count_true(batch, rows).value
-            sums[f"{side}_log_ratio"] = sequence_mean(batch, ratios, rows, one).value
+            sums[f"{side}_log_ratio"] = sequence_mean(batch, ratios, rows, no_count).value
         return Statistics(sums)
 
     def compute(self, batch: TokenBatch) -> tuple[Tensor, Metrics]:
@@ -109,16 +105,16 @@ class KTOLossFn(LossFn[KTOLossConfig]):
             "kl_desirable": Metric("max", z_good),  # the same everywhere
             "kl_undesirable": Metric("max", z_bad),
         }
-        one = torch.ones_like(batch.counts.seqs)
+        no_count = torch.ones_like(batch.counts.seqs)
         for side, rows in sides.items():
             metrics[f"num_{side}"] = number = count_true(batch, rows)
             if side != "mismatched":
-                total = sequence_mean(batch, ratios, rows, one).value
+                total = sequence_mean(batch, ratios, rows, no_count).value
                 metrics[f"rewards_{side}_mean"] = Metric("ratio", total, number.value, f"{side} sequences")
         return loss, Metrics(metrics | overflow_tokens(batch, [overflow]))
 
     def _check_sides(self, statistics: Statistics) -> None:
-        """Refuse a step whose labels are 1 and 0 where they mean good and bad."""
+        """Refuse a step whose labels 1 and 0 seem to mean good and bad."""
         if not checks_values(statistics["mismatched_rows"]):
             return
         good, bad, zeros = (int(statistics[f"{side}_rows"]) for side in ("desirable", "undesirable", "mismatched"))

@@ -33,9 +33,7 @@ def weighted_nll(logprobs: Tensor, weighting: NLLWeighting = "none", cutoff_prob
     >>> weighted_nll(logprobs, "phi")
     tensor([0.1733, 0.0095])
 
-    Args:
-        logprobs: any shape, ≤ 0.
-        cutoff_prob: c of phi; likelier tokens have a value and no gradient. 1 is off.
+    `cutoff_prob` is c of phi: more likely tokens have a value and no gradient. 1 is off.
     """
     if weighting == "none":
         return -logprobs
@@ -51,7 +49,7 @@ class NLLLossConfig:
     """Options of `NLLLoss`.
 
     weighting: of a token by its probability p, see `weighted_nll`: "none" (SFT), "probability" (SFT-IS), "phi" (SFT-phi).
-    cutoff_prob: of phi: likelier tokens have no gradient; 1 is off.
+    cutoff_prob: of phi: more likely tokens have no gradient; 1 is off.
     aggregation, max_length: how tokens are averaged, see `parallel_rl.counts.token_weights`. With turn-mean, prompt-mean and
         trajectory-mean each turn (segment_ids [B, S]), prompt (group_ids [B]) or trajectory (run_ids [B]) of the step weighs
         the same; they need `statistics=` of `count`, and ids ≥ 0.

@@ -123,11 +123,7 @@ def _of_step(batch: TokenBatch, prev: Tensor, rule: RejectionRule) -> Tensor:
 
 @torch.no_grad()
 def off_policy_keep(batch: TokenBatch, log_ratio: Tensor, config: OffPolicyMaskConfig) -> Tensor:
-    """Return [T_local] bool: false where A < 0 in a sequence that has drifted by more than delta.
-
-    Args:
-        log_ratio: [T_local] l − l_prev of each token, clamped like the surrogate's.
-    """
+    """Return [T_local] bool: false where A < 0 and the sequence's mean drift exceeds delta."""
     drift = -log_ratio if config.behaviour == "prev" else batch["generation_logprobs"] - batch.logprobs
     return ~((batch["advantages"] < 0) & (batch.expand(batch.segment_mean(drift)) > config.delta))
 

@@ -95,8 +95,7 @@ class RejectionRule:
 class RejectionConfig:
     """Rejection: rejected tokens, turns and sequences have no surrogate, KL or entropy bonus.
 
-    rules: a token must pass all of them. denominator: counts of all valid tokens and sequences ("original"), or of those
-        kept.
+    rules: a token must pass all of them. denominator: counts of all valid tokens and sequences ("original"), or of those kept.
     """
 
     rules: tuple[RejectionRule, ...]

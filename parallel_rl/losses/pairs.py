@@ -17,11 +17,7 @@ from parallel_rl.metrics import Metric, Metrics
 
 
 class PairTerms(NamedTuple):
-    """Shares of the preference and of the chosen NLL, their weights (0: not in the loss), and the rewards.
-
-    Attributes:
-        overflow: [T_local] bool, the tokens that the rewards leave out; None without a reference.
-    """
+    """Local losses of preference and chosen NLL, their weights (0: off), rewards, overflowing tokens."""
 
     preference: Tensor
     sft: Tensor
@@ -54,10 +50,7 @@ class PreferenceWithNLL(LossFn[ConfigT]):
 
 
 def response_sum(batch: TokenBatch, x: Tensor, average: bool = False) -> Tensor:
-    """Sum [T_local] over the responses' valid tokens to [B], or average; in float64.
-
-    A float32 sum of ten thousand log-probs would lose the difference between chosen and rejected.
-    """
+    """Sum [T_local] over the responses' valid tokens to [B] in float64, or average."""
     return (batch.segment_mean if average else batch.segment_sum)(x.to(torch.float64))
 
 

@@ -40,7 +40,7 @@ from parallel_rl.statistics import Statistics
 
 
 class PolicyLoss(LossFn[ConfigT]):
-    """Base of losses described by a `PolicyLossConfig`: requirements, statistics and shares."""
+    """Base of losses described by a `PolicyLossConfig`: requirements, statistics and terms."""
 
     @property
     @abstractmethod
@@ -128,7 +128,7 @@ class PolicyLoss(LossFn[ConfigT]):
         return survivors | Statistics({}, owned)
 
     def shares(self, batch: TokenBatch) -> PolicyShares:
-        """Compute the shares of all terms in the options."""
+        """Compute the local losses of all terms in the options."""
         cfg, terms = self.policy, self._terms(batch)
         kept, rules, metrics = self._kept(batch)
         masked = self._masked(batch, cfg.surrogate(terms), terms, kept)
@@ -234,7 +234,6 @@ class PolicyLoss(LossFn[ConfigT]):
         return MaskedSurrogate(surrogate, metrics, passed, omega, overflow)
 
     def _kl(self, batch: TokenBatch, terms: PolicyTerms) -> tuple[Tensor, Tensor | None]:
-        """Estimate the KL [T_local], and mark (bool) where it overflows."""
         kl = self.policy.kl
         assert kl is not None
         output = batch.output
@@ -270,11 +269,7 @@ class PolicyLossFn(PolicyLoss[PolicyLossConfig]):
     ...) need `statistics`, see `Statistics`.
 
     Metrics: see `parallel_rl.losses.policy_metrics.DESCRIPTIONS`; those of trainer against sampler need generation_logprobs.
-
-    Raises:
-        ValueError: see `LossFn` and `PolicyLossConfig`.
-
-    Papers: those of the surrogates and options.
+    Call and errors: see `LossFn`.
 
     >>> import torch
     >>> from parallel_rl import PolicyLossFn, count_valid

@@ -147,12 +147,12 @@ class PolicyLossConfig:
 
     @property
     def counts_kept(self) -> bool:
-        """Return whether the denominators count what the rejection keeps of the whole step."""
+        """Return whether the denominators count only the tokens that the rejection keeps."""
         return self.rejection is not None and self.rejection.denominator == "kept"
 
     @property
     def counts_survivors(self) -> bool:
-        """Return whether corrections need the whole step, or a denominator counts what they leave of it."""
+        """Return whether a correction needs the whole step, or a denominator counts the kept tokens."""
         return (self.importance is not None and self.importance.normalize) or (
             self.rejection is not None and (self.counts_kept or bool(self.rejection.of_step))
         )

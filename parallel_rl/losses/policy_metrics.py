@@ -56,7 +56,7 @@ DESCRIPTIONS: Mapping[str, str] = {
 
 
 def clip_fractions(clipped: Clipped | None) -> dict[str, Tensor]:
-    """Return [T_local] of each share of tokens that a clip concerns; empty for a surrogate without one."""
+    """Return [T_local] per fraction of tokens that a clip concerns; empty for a surrogate without one."""
     if clipped is None:
         return {}
     shares = {"clip_fraction_low": clipped.low, "clip_fraction_high": clipped.high, "pg_clipfrac": clipped.bites}

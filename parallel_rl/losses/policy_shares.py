@@ -1,4 +1,4 @@
-"""Results of the policy loss on a batch: its share, and the parts of it."""
+"""Results of the policy loss on a batch: the local loss and its parts."""
 
 from __future__ import annotations
 
@@ -19,8 +19,7 @@ class MaskedSurrogate(NamedTuple):
 
     Attributes:
         passed: reason → [T_local] bool, the tokens that keep their surrogate.
-        importance: [T_local] ω, if the loss has an importance weight.
-        overflow: [T_local] bool, the tokens whose ratio to the recorded policy overflows.
+        importance, overflow: [T_local] ω, if weighted; bool, the tokens whose ratio to the recorded policy overflows.
     """
 
     surrogate: Tensor
@@ -32,12 +31,11 @@ class MaskedSurrogate(NamedTuple):
 
 @dataclass(frozen=True)
 class PolicyShares:
-    """Share of the loss, its metrics, the surrogate's inputs, and parts, masks and token values.
+    """Local loss, its metrics, the surrogate's inputs, and parts, masks and token values.
 
     Attributes:
-        parts: shares with their coefficients; their sum is the loss.
+        parts: local losses with their coefficients; their sum is the loss.
         passed: see `MaskedSurrogate`, including the rejection.
-        values: [T_local] numbers of the tokens.
     """
 
     loss: Tensor
@@ -48,7 +46,7 @@ class PolicyShares:
     values: dict[str, Tensor]
 
     def account(self, mask: Tensor, clipped: Clipped | None, *, has_ratio: bool) -> Account:
-        """Split the share; `clipped` is the surrogate's, `has_ratio` whether its ratio has a meaning."""
+        """Split the local loss; `clipped` is the surrogate's, `has_ratio` whether its ratio has a meaning."""
         held = {reason: mask & ~passed for reason, passed in self.passed.items()}
         if "importance" in self.values:
             held["importance_weight_0"] = mask & (self.values["importance"] == 0)

@@ -50,8 +50,7 @@ class DPOLossConfig:
     reference_policy_kl_penalty: β. preference_loss_weight, sft_loss_weight: weights of the two terms.
     preference_average_log_probs, sft_average_log_probs: means over a response's tokens instead of sums. The authors of IPO
         use means, those of the other kinds sums.
-    reference_logprobs_alignment: "token" stores the reference log-prob of token t at t, "predictor" at t − 1
-        (NeMo-RL's DPO data).
+    reference_logprobs_alignment: "token" stores the reference log-prob of token t at t, "predictor" (NeMo-RL) at t − 1.
     """
 
     kind: PairKind = "sigmoid"

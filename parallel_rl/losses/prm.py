@@ -35,9 +35,10 @@ if TYPE_CHECKING:
 class PRMLossConfig:
     """Options of `PRMLossFn`.
 
-    placeholder_token_id: the input token at the end of each step. reward_token_ids: the tokens that name a step's
-    reward, to which the softmax is restricted; None: the whole vocabulary. soft_labels: labels are probabilities of the
-    first of exactly two reward tokens, not token ids. ignore_index: the label of a placeholder that is not scored.
+    placeholder_token_id: the input token at the end of each step.
+    reward_token_ids: tokens that name a step's reward; the softmax is restricted to them. None: the whole vocabulary.
+    soft_labels: labels are probabilities of the first of exactly two reward tokens, not token ids.
+    ignore_index: the label of a placeholder that is not scored.
     """
 
     placeholder_token_id: int
@@ -65,18 +66,14 @@ class PRMLossFn(LossFn[PRMLossConfig]):
 
         L = −Σ_placeholders log softmax(z)[label] / N_scored,    soft labels p: −p·log softmax(z)₀ − (1 − p)·log softmax(z)₁
 
-    The logits at a placeholder itself are read, not those before it. z is the whole vocabulary or the `reward_token_ids`, on
-    any vocabulary shard. N_scored counts the step's valid placeholders whose label is not `ignore_index`, so the loss needs
-    `statistics=` of its `count`. `data` holds reward_labels [B, S] and the common fields: token ids, or with `soft_labels`
-    probabilities of any floating dtype; only those at placeholders are read. Without a scored placeholder loss and gradient
-    are 0.
+    z are the logits at the placeholder itself, of the whole vocabulary or the `reward_token_ids`. N_scored counts the step's
+    valid placeholders whose label is not `ignore_index`, so the loss needs `statistics=` of its `count`. `data` holds the
+    common fields and reward_labels [B, S]: token ids, or with `soft_labels` probabilities of any floating dtype, read at
+    placeholders only. Without a scored placeholder loss and gradient are 0.
 
-    Metrics: loss, accuracy (the largest logit is the label's; soft labels by the likelier side), num_steps.
-
-    Raises:
-        ValueError: see `LossFn`; a label that is neither a reward token (a probability) nor `ignore_index`; a reward token
-            outside the vocabulary.
-
+    Metrics: loss, accuracy (the largest logit is the label's; soft labels: the more likely side), num_steps.
+    Call and errors: see `LossFn`; a label that is neither a reward token (a probability) nor `ignore_index` raises, and so does
+    a reward token outside the vocabulary.
     Papers: arXiv 2305.20050; 2312.08935.
 
     >>> import torch
@@ -124,7 +121,6 @@ class PRMLossFn(LossFn[PRMLossConfig]):
         return torch.stack([labels == token for token in self.config.reward_token_ids], 1)
 
     def scored(self, data: Mapping[str, Tensor]) -> Tensor:
-        """Return [B, S] bool: the valid placeholders with a label."""
         placeholder = data["input_ids"] == self.config.placeholder_token_id
         return valid_tokens(data, shift=False) & placeholder & (data["reward_labels"] != self.config.ignore_index)
 

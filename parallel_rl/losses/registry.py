@@ -66,11 +66,7 @@ def get_loss(name: str) -> type[LossFn]:
 
 
 def registered_name(loss_class: type[LossFn]) -> str:
-    """Return the registered name of a loss, or its class's name.
-
-    >>> registered_name(get_loss("nll"))
-    'nll'
-    """
+    """Return the registered name of a loss, or its class's name."""
     return next((name for name, known in _LOSSES.items() if known is loss_class), loss_class.__name__)
 
 
@@ -152,9 +148,6 @@ def register_objective(
     The function returns one value per token (sequence, pair), not averaged, or (values, {"name": Mean(x), ...}): metrics of
     the same shape, reduced over the step's valid entries. Anything else is a ValueError on every context rank.
 
-    Returns:
-        A decorator that makes the loss class, called like `LossFn`.
-
     Raises:
         ValueError: a taken name, an unknown level, options that do not fit the level.
     """
@@ -194,9 +187,9 @@ def register_objective(
             }
             return loss, Metrics({**defaults, **metrics})
 
-        fields = [*(Field(each) for each in token_fields), *(Field(each, per="sequence") for each in sequence_fields)]
+        fields = [*map(Field, token_fields), *(Field(field, per="sequence") for field in sequence_fields)]
         needs = Requirements(
-            tuple(replace(each, dtype="integer") if each.name in integer_fields else each for each in fields),
+            tuple(replace(field, dtype="integer") if field.name in integer_fields else field for field in fields),
             paired=level == "pair",
             counted=count is not None,
             collected=collect is not None,

@@ -124,8 +124,8 @@ def token_scores(
     Returns tensors [B, S] as of `token_logprobs`, None for those not requested. Raises what `token_logprobs` raises.
     """
     groups = vocab_parallel_group, context_parallel_group
-    one = torch.ones((), device=getattr(next_token_logits, "device", None))  # no count is read
-    call = LossCall.of(next_token_logits, data, (one, one), vocab_parallel_rank, groups)
+    no_count = torch.ones((), device=getattr(next_token_logits, "device", None))
+    call = LossCall.of(next_token_logits, data, (no_count, no_count), vocab_parallel_rank, groups)
     if isinstance(temperature, torch.Tensor):
         call = replace(call, data={**call.data, "temperature": temperature})
     scores = _Scores(
@@ -147,12 +147,7 @@ def token_scores(
 
 
 class _Extras(NamedTuple):
-    """Arguments of `token_scores` that no other loss has.
-
-    Attributes:
-        masked: the data have masks.
-        bounded: a head has a bound on its rows, so no masked token is scored.
-    """
+    """Arguments of `token_scores` that no other loss has; `bounded`: no masked token is scored."""
 
     layout: SequenceLayout | None
     entropy: bool
@@ -162,8 +157,6 @@ class _Extras(NamedTuple):
 
 
 class _Scores(LossFn[NoConfig]):
-    """Loss that is read and never computed."""
-
     config_class = NoConfig
     requirements = Requirements(truncatable=True, token_separable=True, weighs_sequences=False)
     extras: _Extras
@@ -244,7 +237,7 @@ class _ScoreReader(LogProbReader):
         return replace(shard, sum_pi_squared=extras.sum_pi_squared)
 
     def _targets(self, local: LocalBatch, shard: VocabShard) -> tuple[Tensor, Tensor]:
-        """Return the id at each position, and whether it is scored; with a bound on rows no masked token is."""
+        """Return each position's id and whether it is scored; a bound on rows excludes masked tokens."""
         ids = local.data["input_ids"]
         ids = torch.where(self.loss.scored(local.data), ids, IGNORE_INDEX) if self.loss.extras.bounded else ids
         targets = local.layout.shard(ids, local.requirements.shift, fill=IGNORE_INDEX)

@@ -42,8 +42,8 @@ def teacher_topk(
     """Find a teacher's k largest logits per token, their ids and log-sum-exp, for `DistillationLossFn`.
 
     >>> data = {"input_ids": torch.tensor([[0, 1, 2]]), "token_mask": torch.ones(1, 3), "sample_mask": torch.ones(1)}
-    >>> found = teacher_topk(torch.tensor([3.0, 1.0, 2.0, 0.0]).expand(1, 3, 4), data, 2)
-    >>> found["teacher_topk_indices"][0, 1], found["teacher_topk_logits"][0, 1]
+    >>> topk = teacher_topk(torch.tensor([3.0, 1.0, 2.0, 0.0]).expand(1, 3, 4), data, 2)
+    >>> topk["teacher_topk_indices"][0, 1], topk["teacher_topk_logits"][0, 1]
     (tensor([0, 2]), tensor([3., 2.]))
 
     Args:
@@ -71,25 +71,26 @@ def teacher_topk(
             check_zeros_and_ones(data)
         cp = group_size(context), group_rank(context)
         rows, width = data["token_mask"].shape
-        of = layout or SequenceLayout.padded(
+        positions = layout or SequenceLayout.padded(
             rows, width, cp_size=cp[0], cp_rank=cp[1], cp_layout=cp_layout, device=logits.device
         )
-        of.check_logits(logits)
+        positions.check_logits(logits)
         check_logits(logits, False, "auto")
         shard = VocabShard.of(logits.shape[-1], group, vocab_size, vocab_start, temperature=temperature)
         if isinstance(k, bool) or not isinstance(k, int) or not 1 <= k <= shard.vocab_size:
             raise ValueError(f"k = {k!r} must be an integer in [1, vocab_size = {shard.vocab_size}]")
         if head is not None:
             head.check(group, vocab_size)
-            scored = of.shard(valid_tokens(data), fill=False)
-            head.check_rows(scored if of.tree is None else of.tree.rows.any(scored), group)
+            scored = positions.shard(valid_tokens(data), fill=False)
+            head.check_rows(scored if positions.tree is None else positions.tree.rows.any(scored), group)
             chunk_size(head, shard, None)
-        return of, shard
+        return positions, shard
 
-    of, shard = raise_on_all_ranks(check, [group, context], logits, shape_facts(logits, vocab_size))
+    positions, shard = raise_on_all_ranks(check, [group, context], logits, shape_facts(logits, vocab_size))
     check_spans(group, logits.shape[-1], vocab_size, vocab_start, logits)
-    keep = of.shard(valid_tokens(data), fill=False)
-    rows = keep if of.tree is None else of.tree.rows.any(keep)  # a tree's row serves all tokens that share it
+    keep = positions.shard(valid_tokens(data), fill=False)
+    # a tree's row serves all tokens that share it
+    rows = keep if positions.tree is None else positions.tree.rows.any(keep)
     best = torch.zeros(len(rows), k, dtype=math_dtype(logits.dtype), device=logits.device)
     ids = torch.zeros(len(rows), k, dtype=torch.int64, device=logits.device)
 
@@ -105,7 +106,7 @@ def teacher_topk(
     else:
         lse, _ = row_values(head, rows, shard, of_rows)
     fields = {"teacher_topk_logits": best, "teacher_topk_indices": ids, "teacher_logsumexp": lse}
-    if of.tree is not None:
-        place = of.tree.rows.index
+    if positions.tree is not None:
+        place = positions.tree.rows.index
         fields = {name: x[place] * keep.view(-1, *[1] * (x.dim() - 1)) for name, x in fields.items()}
-    return {name: of.unshard(x, context) for name, x in fields.items()}
+    return {name: positions.unshard(x, context) for name, x in fields.items()}

@@ -4,9 +4,9 @@ Each turn, prompt or trajectory of the step weighs the same:
 
     L = 1/N_units · Σ_units (Σ tokens of the unit ℓ) / (valid tokens of the unit)
 
-The rows of a prompt or trajectory may lie on several data ranks and micro-batches, so `count` gathers (id, tokens) of each
-row over the step. The tokens are those of the data, or those that a rejection keeps. A masked row belongs to no unit; a row
-with an empty token mask does, because it is one of the N_seq sequences.
+Rows of a prompt or trajectory may lie on several data ranks and micro-batches, so `count` gathers (id, tokens) of each row over
+the step; tokens are those of the data, or those that a rejection keeps. A masked row belongs to no unit; a row with an empty
+token mask does, because it is one of the N_seq sequences.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ UNIT_FIELDS: dict[Aggregation, Field] = {
 
 
 def aggregate(batch: TokenBatch, x: Tensor, aggregation: Aggregation, max_length: int | None = None) -> Tensor:
-    """Aggregate [T_local] values into this rank's local loss, or [K, T_local] into K shares."""
+    """Aggregate [T_local] values into this rank's local loss, or [K, T_local] into K local losses."""
     return batch.token_sum(x, aggregation_weights(batch, aggregation, max_length))
 
 
@@ -59,11 +59,7 @@ def with_units(needs: Requirements, aggregation: Aggregation, weights: WeightedB
 
 
 def count_units(batch: TokenBatch, aggregation: Aggregation | None, kept: Tensor | None = None) -> Statistics:
-    """Count what a micro-batch adds to the units of the step; empty for other aggregations.
-
-    Args:
-        kept: [T_local] bool, the tokens that count, with the rows and turns that hold one; None: all valid tokens.
-    """
+    """Count the micro-batch's units (other aggregations: none); `kept` [T_local] restricts the tokens."""
     if aggregation == "turn-mean":
         first = batch.local.turn_starts
         if kept is not None:
@@ -110,7 +106,6 @@ def _check_counted(name: str, ids: Tensor, missing: Tensor) -> None:
 
 
 def check_unit_ids(name: str, ids: Tensor, sample_mask: Tensor) -> None:
-    """Raise ValueError for a negative id on a valid row; ids of masked rows do not matter."""
     wrong = sample_mask.bool() & (ids < 0)
     if bool(wrong.any()):
         row = int(wrong.nonzero()[0])

@@ -127,7 +127,7 @@ class TokenBatch:
 
     @property
     def mask(self) -> Tensor:
-        """Return [T_local] bool: positions whose token (the predicted one, with a shift) carries loss."""
+        """Return [T_local] bool: positions whose (with a shift predicted) token contributes to the loss."""
         return self.local.mask
 
     @property
@@ -193,10 +193,7 @@ class TokenBatch:
         return self.local.layout.segment_max(x, self.local.context_group)
 
     def turn_sum(self, x: Tensor) -> Tensor:
-        """Sum the valid tokens of each token's turn, [T_local] to [T_local]; needs segment_ids declared.
-
-        Differentiable, with one all-reduce; exact if context ranks or packing cut a turn.
-        """
+        """Sum valid tokens per turn, [T_local] to [T_local]; differentiable, one all-reduce, exact if cut."""
         return self.local.turns.sum(self.local.masked(x, self.output.dtype), self.local.context_group)
 
     def turn_mean(self, x: Tensor) -> Tensor:
@@ -228,16 +225,14 @@ class TokenBatch:
     def weighted_sum(self, x: Tensor, weights: Tensor) -> Tensor:
         """Sum weight[sequence]·x over local valid tokens in float64: this rank's part.
 
-        Args:
-            x: [T_local], or [K, T_local] for K sums. weights: [B], see `parallel_rl.counts.token_weights`.
+        x: [T_local], or [K, T_local] for K sums. weights: [B], see `parallel_rl.counts.token_weights`.
         """
         return self.token_sum(x, self.expand(weights))
 
     def token_sum(self, x: Tensor, weights: Tensor) -> Tensor:
         """Sum weight·x over local valid tokens in float64: this rank's part.
 
-        Args:
-            x: [T_local], or [K, T_local] for K sums. weights: [T_local]; the data's token weights multiply them.
+        x: [T_local], or [K, T_local] for K sums. weights: [T_local]; the data's token weights multiply them.
         """
         scaled = weights if self.local.scale is None else weights * self.local.scale
         return (self.local.masked(x, self.output.dtype).to(torch.float64) * scaled).sum(-1).to(x.dtype)
@@ -245,8 +240,7 @@ class TokenBatch:
     def sequence_sum(self, x: Tensor, mask: Tensor, count: Tensor) -> Tensor:
         """Sum x / count over valid entries, divided among the context ranks, which all hold the same x.
 
-        Args:
-            x: one value per sequence (or pair). mask: of the same shape. count: their global number.
+        x, mask: one value per sequence or pair. count: their global number.
         """
         return (torch.where(mask, x, 0).sum(dtype=torch.float64) / (count * self.local.layout.cp_size)).to(x.dtype)
 

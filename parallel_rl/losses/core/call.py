@@ -37,10 +37,8 @@ class LossCall:
     """Arguments of one call; see `LossFunction.__call__`.
 
     Attributes:
-        output: logits, an `LMHeadInput`, or a host's log-probs.
         data: empty with a host's log-probs, which hold their own.
         observe: called with the batch, the local loss and the metrics.
-        tree: the prefix tree of the logits' row, if there is one.
         cut_length: S, if `torch.chunk` split the sequence of a DTensor over context ranks.
         may_wait: the host may wait for the device in the loss's first micro-batches, see `RecordedCheck`.
     """
@@ -70,7 +68,6 @@ class LossCall:
         groups: tuple[ProcessGroup | None, ProcessGroup | None],
         statistics: Statistics | None = None,
     ) -> LossCall:
-        """Build a call after checks of the arguments' types; each `LMHeadInput` field gets a stand-in."""
         for name, group in zip(("vocab_parallel_group", "context_parallel_group"), groups, strict=True):
             if group is not None and not isinstance(group, ProcessGroup):
                 raise ValueError(f"{name} must be a ProcessGroup or None, got {group!r}")
@@ -226,9 +223,9 @@ class LossWrapper(LossFunction):
 
 
 def share_of(loss: Tensor, carrier: Tensor | None) -> Tensor:
-    """Add an exact 0 that carries a gradient, if there is one, to the loss.
+    """Add an exact 0 that carries a gradient, if there is one; a NaN loss gets a non-finite gradient.
 
-    If the loss is NaN, make its gradient non-finite too: a clamp or mask could turn it into 0 before a check of the norm.
+    Otherwise a clamp or mask could turn the NaN's gradient into 0 before the norm is checked.
 
     >>> import torch
     >>> x = torch.tensor([torch.nan, 1.0], requires_grad=True)

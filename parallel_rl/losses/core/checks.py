@@ -30,7 +30,6 @@ _FINITE = ("advantages", "returns", "rewards", "values")  # −inf is valid in l
 
 
 def check_statistics(loss: str, needs: Requirements, statistics: object) -> None:
-    """Raise ValueError for statistics of the step that are missing, superfluous or of another type."""
     ways = ["count(...)"] * needs.counted + ["collect(...).reduce(...)"] * needs.collected
     if needs.statistics != (statistics is not None):
         wanted = f"needs statistics= of the whole step, its {' | '.join(ways)}" if ways else "takes no statistics="
@@ -57,15 +56,9 @@ def check_pairs(rows: int) -> None:
 def check_counts(
     global_valid_seqs: object, global_valid_toks: object, data: Mapping[str, Tensor], shift: bool = True
 ) -> None:
-    """Check the counts of the step that a call passes.
+    """Raise ValueError unless the step's counts are finite and ≥ those of `data`, or 1.
 
-    Args:
-        data: with checked masks.
-        shift: column 0 has no predictor and does not count.
-
-    Raises:
-        ValueError: a count that is not one finite number ≥ 1, or is below the count of `data` alone; 1 is allowed, for
-            callers who divide themselves.
+    A count of 1 leaves the division to the caller. `data` has checked masks; with `shift` column 0 does not count.
     """
     counts = {"global_valid_seqs": global_valid_seqs, "global_valid_toks": global_valid_toks}
     local = own_counts(data, shift) if checks_values(data["token_mask"]) else [0, 0]
@@ -99,13 +92,9 @@ def known_counts(global_valid_seqs: object, global_valid_toks: object) -> dict[s
 
 
 def check_fields(data: Mapping[str, Tensor], needs: Requirements, output: Tensor | None = None) -> tuple[int, int]:
-    """Return (B, S) of whole data, after checks of each field's presence, type, shape, dtype and device.
+    """Return (B, S) of whole data after checks of presence, type, shape, dtype and device; ValueError.
 
-    Args:
-        output: the model's, for its device and leading shape; None skips both, and fields in the order of the logits.
-
-    Raises:
-        ValueError: a field that fails a check or requires a gradient; an odd number of rows if they are pairs.
+    Without the model's `output`, devices, its leading shape and fields in the order of the logits are not checked.
     """
     fields = needs.fields if output is not None else [field for field in needs.fields if field.per != "local"]
     names = ("input_ids", "token_mask", "sample_mask", *(field.name for field in fields))
@@ -141,7 +130,6 @@ def check_device(name: str, value: Tensor, output: Tensor) -> None:
 
 
 def check_field(field: Field, value: Tensor) -> None:
-    """Raise ValueError for a field of the wrong dtype, or one that requires a gradient."""
     if field.dtype == "mask":
         return check_mask_dtype(field.name, value)
     right = value.is_floating_point() != (field.dtype == "integer") or (
@@ -173,7 +161,6 @@ def _check_shape(value: Tensor, field: Field, batch: tuple[int, int], output: Te
 
 
 def check_lengths(scored: Tensor, lengths: Tensor) -> None:
-    """Raise ValueError for a token that carries loss beyond its sequence in the packed row."""
     beyond = scored & (torch.arange(scored.shape[1], device=lengths.device) >= lengths[:, None])
     if bool(beyond.any()):
         row, column = beyond.nonzero()[0].tolist()
@@ -183,7 +170,6 @@ def check_lengths(scored: Tensor, lengths: Tensor) -> None:
 
 
 def check_temperature(data: Mapping[str, Tensor], needs: Requirements) -> None:
-    """Raise ValueError for a valid sample's temperature that is not positive and finite."""
     if needs.field("temperature").per != "sequence":  # a loss's own field may have the name
         return
     value = data["temperature"]
@@ -198,22 +184,19 @@ def check_log_probs(logprobs: Tensor, valid: Tensor, name: str = "logprobs") -> 
     above = (logprobs > (1e-3 if logprobs.dtype.itemsize > 2 else 0.25)) & valid
     if not bool(above.any()):
         return
-    at, there = above.nonzero()[0].tolist(), logprobs[valid]
+    place, scored = above.nonzero()[0].tolist(), logprobs[valid]
     probably = "probabilities (take their log), or log-probs with the sign changed (give them negative)"
-    if bool((there < 0).any()):
+    if bool((scored < 0).any()):
         probably = "logits of the tokens without their normaliser (subtract the logsumexp over the vocabulary)"
-    elif bool((there > 1).any()):
+    elif bool((scored > 1).any()):
         probably = "log-probs with the sign changed, or losses (give them negative)"
-    raise ValueError(f"{name} is {float(logprobs[tuple(at)]):g} at {at}, above 0; these are probably {probably}")
+    raise ValueError(f"{name} is {float(logprobs[tuple(place)]):g} at {place}, above 0; these are probably {probably}")
 
 
 def check_values(data: Mapping[str, Tensor], needs: Requirements, truncated: bool = False) -> None:
     """Check the values of data whose shapes are right; `truncated`: recorded log-probs may be −inf.
 
-    Raises:
-        ValueError: a mask with values other than 0 and 1; at a valid place NaN, an infinite advantage, return, reward or
-            value, a recorded log-prob of −inf or above 0, or no pre-shifted label; a negative or infinite token weight;
-            segment ids that decrease.
+    Raises ValueError for masks other than 0 and 1, for a wrong value at a valid place, and for decreasing segment ids.
     """
     check_zeros_and_ones(data)
     valid = valid_tokens(data, needs.shift)

@@ -41,48 +41,42 @@ def joint_requirements(parts: Mapping[str, tuple[Requirements, DataView]]) -> Re
         if needs.reads == "scalar" or not needs.shift:
             what = "a scalar head" if needs.reads == "scalar" else "the position that holds a token"
             raise ValueError(f"component {name!r} must score predicted tokens by their logits; its loss reads {what}")
-        optional |= {each.name: each for each in view.named(needs.optional)}
-        for each in (*view.named(needs.fields), *view.masks):
-            known = fields.get(each.name, each)
+        optional |= {field.name: field for field in view.named(needs.optional)}
+        for read in (*view.named(needs.fields), *view.masks):
+            known = fields.get(read.name, read)
             if known.dtype == "mask":  # the other loss's dtype is more specific
-                known = replace(known, dtype=each.dtype)
-            elif each.dtype == "mask":
-                each = replace(each, dtype=known.dtype)
-            fields[each.name] = known
-            if known != each:
+                known = replace(known, dtype=read.dtype)
+            elif read.dtype == "mask":
+                read = replace(read, dtype=known.dtype)
+            fields[read.name] = known
+            if known != read:
                 raise ValueError(
-                    f"component {name!r} reads the field {each.name!r} as {each}, another as {fields[each.name]}; rename one "
+                    f"component {name!r} reads the field {read.name!r} as {read}, another as {known}; rename one "
                     "under `fields`"
                 )
-    every = [needs for needs, _ in parts.values()]
-    reads_logits = any(needs.reads != "log-probs" for needs in every)
+    all_needs = [needs for needs, _ in parts.values()]
+    reads_logits = any(needs.reads != "log-probs" for needs in all_needs)
     return Requirements(
         tuple(fields.values()),
-        optional=tuple(each for each in optional.values() if each.name not in fields),
+        optional=tuple(field for name, field in optional.items() if name not in fields),
         reads="logits" if reads_logits else "log-probs",
-        paired=any(needs.paired for needs in every),
+        paired=any(needs.paired for needs in all_needs),
         counted=True,
-        collected=any(needs.collected for needs in every),
-        entropy=any(needs.entropy for needs in every),
-        entropy_measured=all(needs.entropy_measured for needs in every if needs.entropy),
-        entropy_gradient=any(needs.entropy and needs.entropy_gradient for needs in every),
-        untruncated=any(needs.untruncated for needs in every),
-        truncatable=all(needs.truncatable for needs in every),
-        token_separable=all(needs.token_separable for needs in every) and not reads_logits,
-        weighs_sequences=any(needs.weighs_sequences for needs in every),
-        ordered=any(needs.reads_places for needs in every),  # under the losses' own field names
+        collected=any(needs.collected for needs in all_needs),
+        entropy=any(needs.entropy for needs in all_needs),
+        entropy_measured=all(needs.entropy_measured for needs in all_needs if needs.entropy),
+        entropy_gradient=any(needs.entropy and needs.entropy_gradient for needs in all_needs),
+        untruncated=any(needs.untruncated for needs in all_needs),
+        truncatable=all(needs.truncatable for needs in all_needs),
+        token_separable=all(needs.token_separable for needs in all_needs) and not reads_logits,
+        weighs_sequences=any(needs.weighs_sequences for needs in all_needs),
+        ordered=any(needs.reads_places for needs in all_needs),  # under the losses' own field names
     )
 
 
 @dataclass(frozen=True)
 class Component:
-    """One loss of a sum, and its view of the data.
-
-    Attributes:
-        name: prefix of its metrics and state, `name/...`.
-        loss: with the options of the whole.
-        view: of the data.
-    """
+    """One loss of a sum, its view of the data, and the prefix `name/` of its metrics and state."""
 
     name: str
     loss: LossFn
@@ -99,7 +93,7 @@ class Component:
             raise ValueError(f"component {self.name!r}{f' (reads {reads})' if reads else ''}: {error}") from error
 
     def requirements(self, data: Mapping[str, Tensor], whole: Requirements) -> Requirements:
-        """Return the requirements of its loss on its view of the data; `whole` are those of all components."""
+        """Return the needs of its loss on its view of the data; `whole` are those of all components."""
         needs = self.loss.requirements.given(data)
         return needs if whole.shift else needs.on_rows()
 
@@ -107,7 +101,7 @@ class Component:
         """Restrict the batch to this component's tokens, counts and statistics."""
         counts, statistics = local.counts, local.statistics
         if statistics:  # not yet while they are counted or collected
-            sums = (statistics[f"{self.name}_{of}"].clamp(min=1) for of in ("sequences", "tokens"))
+            sums = (statistics[f"{self.name}_{unit}"].clamp(min=1) for unit in ("sequences", "tokens"))
             counts = ValidCounts(*sums)
         data = self.view.of(local.data)
         needs = self.requirements(data, local.requirements)
@@ -115,7 +109,6 @@ class Component:
         return self.loss.narrowed(replace(local, data=data, counts=counts, requirements=needs, statistics=of_part))
 
     def batch(self, whole: TokenBatch) -> TokenBatch:
-        """Return this component's part of a batch that was read for all."""
         local, output = whole.local.parts[self.name], whole.output
         if self.name in output.parts:
             return TokenBatch(local, output.parts[self.name])
@@ -259,7 +252,7 @@ class ComponentsLoss(LossFn[ConfigT]):
 
 @dataclass(frozen=True, eq=False)
 class ComponentsReader(LogProbReader):
-    """Reader for several losses: one read for all on log-probs, one for each that reads logits."""
+    """Reader for several losses: one shared read of log-probs, and one per loss that reads logits."""
 
     loss: ComponentsLoss
 

@@ -52,13 +52,12 @@ def count_step(
                 loss.check_data(data, needs)
 
     raise_on_all_ranks(check, [group], torch.empty(0, device=device))
-    whole = (_whole(data, needs) for data in labelled or [masked_data(needs, 0, 1)])
-    counted = reduce(add, [count_local(loss, loss.narrowed(local)) for local in whole])
+    batches_of_rank = [_whole(data, needs) for data in labelled or [masked_data(needs, 0, 1)]]
+    counted = reduce(add, [count_local(loss, loss.narrowed(local)) for local in batches_of_rank])
     return counted.to(device).reduce(ParallelGroups(data=group))
 
 
 def count_local(loss: Loss, local: LocalBatch) -> Statistics:
-    """Count whole data that is restricted to the loss's tokens."""
     if not loss.requirements.counted:
         return Statistics({})
     batch = TokenBatch(local, ModelOutput())
@@ -74,12 +73,7 @@ def _whole(data: Mapping[str, Tensor], needs: Requirements) -> LocalBatch:
 
 
 def masked_data(needs: Requirements, rows: int, width: int) -> dict[str, Tensor]:
-    """Make a fully masked batch [rows, width] with every required field, for a rank without a micro-batch.
-
-    >>> from parallel_rl.losses.core.requirements import Requirements
-    >>> masked_data(Requirements(), 1, 4)["token_mask"]
-    tensor([[0., 0., 0., 0.]])
-    """
+    """Make a fully masked batch [rows, width] with every required field."""
     data = {
         "input_ids": torch.zeros(rows, width, dtype=torch.int64),
         "token_mask": torch.zeros(rows, width),

@@ -41,8 +41,7 @@ class DataView:
         return tuple(Field(name.removeprefix(_NOT), per, "mask") for name, per in named if name is not None)  # type: ignore[arg-type]
 
     def named(self, fields: tuple[Field, ...]) -> tuple[Field, ...]:
-        """Rename a loss's fields to their names in the data."""
-        return tuple(replace(each, name=self.fields.get(each.name, each.name)) for each in fields)
+        return tuple(replace(field, name=self.fields.get(field.name, field.name)) for field in fields)
 
     def of(self, data: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the data under the loss's names, with the component's masks."""

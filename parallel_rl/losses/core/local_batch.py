@@ -36,9 +36,6 @@ class LocalBatch:
         data: whole, token-aligned tensors.
         layout: which token each local position holds.
         counts: valid sequences and tokens of the whole step.
-        context_group: the group over which a sequence is split.
-        requirements: of the loss.
-        statistics: of the whole step, if the loss needs them.
         dropped: [T_local] bool, valid tokens masked because a truncated policy does not keep them.
         heads: fields given as hidden states and a head; the data has a stand-in of the logits' shape.
         weights: [B, S] float64 token weights, 0 at invalid tokens, if the loss reads them.
@@ -65,7 +62,7 @@ class LocalBatch:
 
     @cached_property
     def mask(self) -> Tensor:
-        """Return [T_local] bool: positions whose token (the predicted one, with a shift) carries loss."""
+        """Return [T_local] bool: positions whose (with a shift predicted) token contributes to the loss."""
         shift = self.requirements.shift
         _, here = self.layout.places(shift)
         mask = self.layout.take(self.valid, shift) & here
@@ -94,7 +91,7 @@ class LocalBatch:
 
     @cached_property
     def divisors(self) -> tuple[Tensor, ValidCounts]:
-        """Return [B] each sequence's part of a denominator, and the step's counts; numbers or sums of weights."""
+        """Return each sequence's part [B] of a denominator, and the step's counts, or sums of weights."""
         if self.weights is None or self.requirements.token_weights == "count":
             return self.tokens_per_sequence, self.counts
         sums = self.row_sum(self.weights)
@@ -108,7 +105,6 @@ class LocalBatch:
 
     @cached_property
     def turns(self) -> TurnLayout:
-        """Return the turns of the local positions, split by `segment_ids`."""
         self.check_declared("segment_ids")
         return TurnLayout.of(self.layout, self.data["segment_ids"], self.valid, self.requirements.shift)
 
@@ -130,11 +126,7 @@ class LocalBatch:
         return self.layout.expand(torch.where(self.sequence_mask, self.data["temperature"], 1.0))
 
     def check_declared(self, name: str, per: Literal["token", "sequence"] | None = None) -> None:
-        """Raise ValueError for an undeclared field: no check and no trainer would know about it.
-
-        Args:
-            per: how the loss reads it; a field declared otherwise is refused, too. None: any.
-        """
+        """Raise ValueError for a field that the loss does not declare, or declares otherwise than `per`."""
         if name not in self.requirements.names and name not in _OF_ALL:
             declared = ", ".join(self.requirements.names) or "none"
             raise ValueError(
@@ -159,7 +151,7 @@ class LocalBatch:
         return torch.where(self.mask, x, self.zero(dtype))
 
     def zero(self, dtype: torch.dtype | None) -> Tensor:
-        """Return a cached 0-dim 0: a Python number would become a new tensor in each `where`."""
+        """Return a cached 0-dim 0; a Python number would become a new tensor in each `where`."""
         if dtype not in self._zeros:
             self._zeros[dtype] = torch.zeros((), dtype=dtype, device=self.mask.device)
         return self._zeros[dtype]
@@ -170,11 +162,11 @@ class LocalBatch:
         shift = needs.shift and needs.field(name).alignment == "token"
         key = name, dtype
         if key not in self._fields:
-            together = needs.plain_names()
-            if name in together:
-                stacked = torch.stack([in_dtype(self.data[each], dtype) for each in together]).flatten(1)
+            plain = needs.plain_names()
+            if name in plain:
+                stacked = torch.stack([in_dtype(self.data[other], dtype) for other in plain]).flatten(1)
                 values = self.masked(stacked.index_select(1, self.layout.places(shift)[0]), dtype)
-                self._fields.update({(each, dtype): x for each, x in zip(together, values, strict=True)})
+                self._fields.update({(other, dtype): x for other, x in zip(plain, values, strict=True)})
             else:
                 local = self.layout.take(in_dtype(self.data[name], dtype), shift)
                 self._fields[key] = torch.where(self.mask.view(-1, *[1] * (local.dim() - 1)), local, 0)
@@ -203,5 +195,4 @@ class LocalBatch:
 
 
 def in_dtype(values: Tensor, dtype: torch.dtype | None) -> Tensor:
-    """Convert floats to `dtype`, if there is one; keep integers."""
     return values if dtype is None or not values.is_floating_point() else values.to(dtype)

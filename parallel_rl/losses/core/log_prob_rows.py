@@ -99,9 +99,8 @@ class ListedRows:
 class FlatRows:
     """Sequences one after the other, [T].
 
-    Attributes:
-        index, there: [B, A] the place of each row's tokens, and whether there is a token.
-        skipped: [B] whether the first token of the sequence was left out before the row.
+    `index` and `there` [B, A]: the place of each row's tokens, and whether there is one. `skipped` [B]: the sequence's first
+    token was left out before the row.
     """
 
     total: int

@@ -38,12 +38,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class Logits(Source):
-    """Logits of a call, or their stand-in with hidden states, and the data.
-
-    Attributes:
-        call: with labels as input_ids, and fields that the reader adds.
-        head: hidden states and the LM head; None: there are logits.
-    """
+    """Logits of a call with its data completed, or hidden states: `head`, whose stand-in is `template`."""
 
     call: LossCall
     reader: Reader
@@ -113,7 +108,6 @@ class Logits(Source):
 
 
 def needs_of(loss: Loss, data: Mapping[str, object]) -> Requirements:
-    """Return the requirements on this data: optional fields that are there, and what the options read."""
     needs = loss.requirements.given(data)
     needs = needs.on_rows() if is_shifted(data) else needs
     needs = needs.with_kept_ids() if loss.options.truncation.kept_sets else needs
@@ -197,7 +191,6 @@ def on_shard(call: LossCall, options: VocabOptions) -> tuple[LossCall, VocabOpti
 def check_lm_head(
     loss: str, needs: Requirements, options: VocabOptions, head: LMHeadInput, tensor_group: ProcessGroup | None
 ) -> None:
-    """Raise ValueError for a scalar-head loss, options that need logits, or an invalid `head`."""
     if needs.reads == "scalar":
         raise ValueError(
             f"{loss} reads one number a position, so it takes no LMHeadInput; give it the scalar head's output"

@@ -1,4 +1,4 @@
-"""Loss and reader as `run.py` runs them; a share is this rank's addend of the global loss."""
+"""A loss and the reader of its model's output, as `run` runs them."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ ConfigT = TypeVar("ConfigT")
 
 @dataclass(frozen=True, eq=False)
 class Account:
-    """A loss's share split into its parts.
+    """Local loss split into its parts.
 
     Attributes:
-        parts: name → its share with its coefficient; their sum is the share of the loss.
+        parts: name → its addend with its coefficient; their sum is the local loss.
         held: reason → [T_local] bool, true where this reason dropped or bounded the token's term.
         values: name → [T_local] numbers of the tokens: "ratio", "importance", "kl".
     """
@@ -50,7 +50,6 @@ class Account:
     values: Mapping[str, Tensor] = field(default_factory=dict)
 
     def under(self, prefix: str, coefficient: float) -> Account:
-        """Return a component's account: names prefixed, shares times its coefficient."""
         return Account(
             {f"{prefix}{name}": coefficient * x for name, x in self.parts.items()},
             {f"{prefix}{name}": x for name, x in self.held.items()},
@@ -62,10 +61,7 @@ class Account:
 
 
 class Loss(ABC, Generic[ConfigT]):
-    """Definition of a loss; a `LossFn` can be called.
-
-    A loss has a `config_class` and `compute`. Override another member only where its default does not fit.
-    """
+    """Definition of a loss: `config_class`, `compute`, other members only where a default does not fit."""
 
     config_class: type[ConfigT]
 
@@ -102,22 +98,20 @@ class Loss(ABC, Generic[ConfigT]):
 
     @abstractmethod
     def compute(self, batch: TokenBatch) -> tuple[Tensor, Metrics]:
-        """Compute the share of the loss and its metrics, from flat local tokens."""
+        """Compute the local loss and its metrics, from flat local tokens."""
 
     def objective(self, batch: TokenBatch) -> Tensor:
-        """Compute the share alone, for gradients made in forward; override it to skip metrics."""
+        """Compute the local loss alone, for gradients made in forward; override it to skip metrics."""
         return self.compute(batch)[0]
 
     def account(self, batch: TokenBatch) -> Account:
-        """Split the share of `objective`; a loss of several parts overrides it."""
+        """Split the local loss into its parts; a loss of several parts overrides it."""
         return Account({"loss": self.objective(batch)})
 
     def count_from(self, batch: TokenBatch) -> Statistics:
         """Count a micro-batch's part of the step's statistics; override it if `requirements.counted`.
 
-        Args:
-            batch: whole on this rank, with float64 fields and counts of 1, without model output. Token weights and units of
-                an aggregation are counted elsewhere.
+        The batch is whole, with float64 fields, counts of 1 and no model output; weights and units are counted elsewhere.
         """
         return Statistics({})
 
@@ -160,17 +154,10 @@ class Loss(ABC, Generic[ConfigT]):
         return False
 
     def after_step(self, metrics: Mapping[str, float]) -> None:
-        """Advance by one optimizer step; the trainer calls it after each. A loss with a schedule overrides it.
-
-        Args:
-            metrics: of the step, reduced: equal on all ranks.
-        """
+        """Advance by one optimizer step with its reduced metrics, equal on all ranks; for schedules."""
 
     def state_dict(self) -> dict[str, float]:
-        """Return the numbers that change over the steps, for a checkpoint; equal on all ranks.
-
-        A loss with state returns all names from the start: a resumed run looks them up.
-        """
+        """Return the numbers that change over the steps, all from the start, equal on all ranks."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
@@ -202,11 +189,7 @@ class Reader(ABC):
         return self.read(local, whole_logits(head, local.mask, valid, tensor_group), tensor_group), None
 
     def check(self, logits: Tensor, data: Mapping[str, Tensor], tensor_group: ProcessGroup | None) -> None:  # noqa: B027
-        """Raise ValueError for output or data values that do not fit the loss and its options.
-
-        Args:
-            logits: or their stand-in with hidden states; values are not read.
-        """
+        """Raise ValueError for output or data that do not fit; `logits` may be a stand-in without values."""
 
     def check_heads(
         self, head: LMHeadInput | None, heads: Mapping[str, LMHeadInput], tensor_group: ProcessGroup | None

@@ -1,4 +1,4 @@
-"""Metrics of a batch under the law: token shares on their owner, sequence numbers on context rank 0."""
+"""Metrics of a batch: token means as parts of their rank, sequence counts on context rank 0."""
 
 from __future__ import annotations
 
@@ -52,11 +52,7 @@ def count_true(batch: TokenBatch, mask: Tensor) -> Metric:
 
 
 def overflow_tokens(batch: TokenBatch, overflows: Sequence[Tensor | None]) -> dict[str, Metric]:
-    """Count the tokens [T_local] that left the loss by overflow, see `parallel_rl.functional.ratio`.
-
-    Args:
-        overflows: false at masked places; None where nothing can overflow. All None: no metric.
-    """
+    """Count tokens [T_local] that overflow (`functional.ratio`); a None of `overflows` cannot."""
     counted = [overflow for overflow in overflows if overflow is not None]
     if not counted:
         return {}
@@ -64,7 +60,6 @@ def overflow_tokens(batch: TokenBatch, overflows: Sequence[Tensor | None]) -> di
 
 
 def measured_tokens(batch: TokenBatch, measures: Mapping[str, Measure]) -> dict[str, Metric]:
-    """Make metrics of an objective's measures, [T_local] each."""
     means = {name: measure.values for name, measure in measures.items() if isinstance(measure, Mean)}
     metrics = token_means(batch, means)
     for name, measure in measures.items():

@@ -31,8 +31,7 @@ class PackedSequences:
     """Bounds of the sequences in a packed row (Megatron: `PackedSeqParams`).
 
     Attributes:
-        cu_seqlens: [B + 1] integer, cumulative true lengths from 0.
-        cu_seqlens_padded: [B + 1] integer, with each sequence's padding; None: no padding.
+        cu_seqlens, cu_seqlens_padded: [B + 1] integer, cumulative lengths from 0, true and with padding; None: no padding.
         tail: positions at the end of the row that belong to no sequence.
     """
 
@@ -49,7 +48,6 @@ class PackedSequences:
     def layout(
         self, seq_len: int, total: int, cp_size: int, cp_rank: int, cp_layout: CPLayout, device: torch.device
     ) -> SequenceLayout:
-        """Return the layout of a row on one context rank, see `SequenceLayout.packed`; computed once."""
         key = (seq_len, total, cp_size, cp_rank, cp_layout, device)
         if key not in self._layouts:
             self._layouts[key] = SequenceLayout.packed(
@@ -74,11 +72,9 @@ def check_tree(tree: PrefixTree, data: Mapping[str, Tensor], scored: Tensor) -> 
 
 
 def stats_of_tree(logits: Tensor, targets: Tensor, mask: Tensor, shard: VocabShard, shared: SharedRows) -> TokenStats:
-    """Compute statistics [F] of flat tokens from shared rows of logits [R, V/tp], without a copy.
+    """Compute statistics [F] of flat tokens with ids `targets` from shared rows [R, V/tp], without a copy.
 
-    Args:
-        targets: [F] token ids.
-        mask: [F] bool, tokens that count; the statistics of the others are 0.
+    Statistics are 0 where `mask` [F] is false.
     """
     of_edges = targets_of_edges(targets, shared)
     stats = stats_of_edges(logits, of_edges, shared.rows.any(mask), shard, shared.branches)

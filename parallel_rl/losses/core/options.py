@@ -55,7 +55,7 @@ class VocabOptions:
         return replace(self, temperature=local.temperature) if self.per_sample else self
 
     def check_temperature(self) -> None:
-        """Refuse a temperature per token: packing and context ranks would lose their order."""
+        """Refuse a temperature per token; packing and context ranks would change their order."""
         if isinstance(self.temperature, torch.Tensor):
             raise ValueError(
                 "temperature must be one number for all tokens, got a Tensor; 'per-sample' reads data['temperature'] [B]"
@@ -66,13 +66,7 @@ class VocabOptions:
         check_spans(group, logits.shape[-1], self.vocab_size, self.vocab_start, logits)
 
     def shard(self, width: int, group: ProcessGroup | None, *, entropy: bool = False) -> VocabShard:
-        """Build the `VocabShard` that describes this rank's `width` columns.
-
-        Per-sample temperatures come with `for_batch`; without it they are NaN, enough for checks of columns.
-
-        Raises:
-            ValueError: the first of several ranks holds the whole vocabulary; see `VocabShard.of`.
-        """
+        """Describe this rank's `width` columns; temperatures per sample are NaN without `for_batch`."""
         tp = group_size(group)
         if tp > 1 and self.vocab_start is None and self.vocab_size and width >= self.vocab_size > 0:
             raise ValueError(

@@ -52,10 +52,7 @@ def read_truncated_policy(
 
 
 def without_dropped(local: LocalBatch, stats: TokenStats, untruncated: TokenStats | None = None) -> TokenBatch:
-    """Make the batch without the tokens that the policy, or an earlier one, does not keep.
-
-    Each component of a sum also leaves out the tokens that its own fields mark as dropped.
-    """
+    """Mask tokens that the policy, or a recorded one (per component), does not keep."""
     now = stats.logprobs.detach() == -torch.inf
     parts = {name: replace(part, dropped=now | _dropped_before(part)) for name, part in local.parts.items()}
     if parts:
@@ -70,7 +67,6 @@ def without_dropped(local: LocalBatch, stats: TokenStats, untruncated: TokenStat
 
 
 def _dropped_before(local: LocalBatch) -> Tensor:
-    """Return [T_local] bool: valid tokens that an earlier policy did not keep, by a log-prob of −inf."""
     names = [name for name, ours in RECORDED.items() if ours and name in local.requirements.names]
     none = torch.zeros_like(local.mask)
     return reduce(or_, (local.field(name) == -torch.inf for name in names), none)
@@ -85,7 +81,6 @@ def with_dropped(metrics: Metrics, dropped: Tensor | None) -> Metrics:
 
 
 def masked_stats(stats: TokenStats, mask: Tensor) -> TokenStats:
-    """Set the statistics to 0, with gradient 0, at masked places."""
     return TokenStats(*(None if x is None else torch.where(mask, x, 0) for x in stats))  # type: ignore[arg-type]
 
 
@@ -125,10 +120,10 @@ def project(
     objective: Callable[[TokenBatch], Tensor],
     shared: SharedRows | None = None,
 ) -> tuple[TokenBatch, Tensor | None]:
-    """Read token statistics, and an exact 0 with the gradient that is computed here already.
+    """Read token statistics, and an exact 0 that carries the gradients computed here.
 
     Args:
-        objective: the share of the loss; its gradient is computed in forward if it separates over tokens.
+        objective: the local loss; if it separates over tokens, its gradient is computed in forward.
         shared: for hidden states in the order of a tree's edges; None: in the order of the tokens.
     """
     needs = local.requirements
@@ -163,11 +158,7 @@ def token_output(
     entropy: bool,
     shared: SharedRows | None = None,
 ) -> ModelOutput:
-    """Compute the token statistics of the whole policy.
-
-    Args:
-        shared: for logits in the order of a tree's rows; None: in the order of the tokens.
-    """
+    """Compute the untruncated statistics; `shared`: the logits are in the order of a tree's rows."""
     shard = options.shard(logits.shape[-1], tensor_group, entropy=entropy)
     targets = local.layout.take(local.data["input_ids"], local.requirements.shift)
     rows = logits.flatten(0, -2)
@@ -177,7 +168,6 @@ def token_output(
 
 
 def check_vocabulary(loss: Loss, logits: Tensor, data: Mapping[str, Tensor], tensor_group: ProcessGroup | None) -> None:
-    """Raise ValueError for logits or scored ids that do not fit the vocabulary and the options of a loss."""
     options = loss.options
     options.check_temperature()
     check_logits(logits, options.consume_logits, options.backend)
@@ -189,7 +179,6 @@ def check_vocabulary(loss: Loss, logits: Tensor, data: Mapping[str, Tensor], ten
 
 
 def check_declared(loss: Loss) -> None:
-    """Raise ValueError for a loss that declares log-probs and has another reader."""
     if loss.requirements.reads == "log-probs" and not isinstance(loss.reader, LogProbReader):
         raise ValueError(
             f"{type(loss).__name__} has a {type(loss.reader).__name__} and requires reads = 'log-probs'; declare "

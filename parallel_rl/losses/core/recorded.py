@@ -29,11 +29,10 @@ _STRAIGHT, _OTHER = 0.96, 0.1  # r² of a line, and how far its slope is from 1,
 
 @dataclass(eq=False)
 class RecordedCheck:
-    """Compares recorded log-probs with the policy's in a loss's first micro-batches.
+    """Compares recorded log-probs with the policy's in a loss's first micro-batches; no communication.
 
-    It runs where values are checked (`set_validation`): with mode "always" in every micro-batch; with `may_wait` in the first
-    ones on a device, too, where the host waits. It warns once a field and refuses nothing, because a wrong refusal would end
-    a run. Each rank checks its own tokens, without communication.
+    It runs where values are checked (`set_validation`): with mode "always" in every micro-batch; with `may_wait` on a device,
+    too, where the host waits. It warns once a field and refuses nothing, because a wrong refusal would end a run.
 
     Attributes:
         left: micro-batches still to check.
@@ -59,7 +58,7 @@ class RecordedCheck:
             for name in _FIELDS
             if name in local.requirements.names
         ]
-        fields = [each for each in fields if each[0] not in self.named]
+        fields = [(label, name, local) for label, name, local in fields if label not in self.named]
         if not fields:
             return
         with torch.no_grad():
@@ -67,8 +66,8 @@ class RecordedCheck:
         for (label, name, local), (*sums, row, column) in zip(fields, numbers.tolist(), strict=True):
             before = self.sums.pop(label, [0.0] * len(sums))
             sums = [x + y for x, y in zip(before, sums, strict=True)]
-            told = local.requirements.shift or is_shifted(local.data)  # rows of responses only have other columns
-            text = _moved(label, sums, f" (most at row {row:.0f}, column {column:.0f})" if told else "")
+            has_columns = local.requirements.shift or is_shifted(local.data)  # not in rows of responses alone
+            text = _moved(label, sums, f" (most at row {row:.0f}, column {column:.0f})" if has_columns else "")
             text = text or _empty(label, sums) or (_scaled(label, sums) if name in _OF_ONE_POLICY else "")
             if text:
                 self.named.add(label)
@@ -90,42 +89,42 @@ def _numbers(batch: TokenBatch, local: LocalBatch, name: str) -> Tensor:
     def take(x: Tensor) -> Tensor:
         return layout.take(x, needs.shift)
 
-    here = take(values)
-    there = local.mask & here.isfinite() & logprobs.isfinite()
-    off = torch.where(there, logprobs - here, 0).abs()
+    recorded = take(values)
+    valid = local.mask & recorded.isfinite() & logprobs.isfinite()
+    unmoved = torch.where(valid, logprobs - recorded, 0).abs()
     sums, gains = [], []
-    for by in (1, -1):
-        moved = take(_at(values, by))
-        both = there & take(_at(local.valid, by)) & moved.isfinite()
-        distance = torch.where(both, logprobs - moved, 0).abs()
-        sums += [torch.where(both, off, 0).sum(), distance.sum(), both.sum().double()]
-        gains.append(torch.where(both, off - distance, 0))
-    x, y = torch.where(there, here, 0), torch.where(there, logprobs, 0)
-    sums += [there.sum().double(), x.sum(), y.sum(), (x * x).sum(), (x * y).sum(), (y * y).sum(), off.sum()]
-    place = here.new_zeros((), dtype=torch.int64)
-    if here.numel():
+    for shift in (1, -1):
+        shifted = take(_at(values, shift))
+        both = valid & take(_at(local.valid, shift)) & shifted.isfinite()
+        moved = torch.where(both, logprobs - shifted, 0).abs()
+        sums += [torch.where(both, unmoved, 0).sum(), moved.sum(), both.sum().double()]
+        gains.append(torch.where(both, unmoved - moved, 0))
+    x, y = torch.where(valid, recorded, 0), torch.where(valid, logprobs, 0)
+    sums += [valid.sum().double(), x.sum(), y.sum(), (x * x).sum(), (x * y).sum(), (y * y).sum(), unmoved.sum()]
+    place = recorded.new_zeros((), dtype=torch.int64)
+    if recorded.numel():
         place = layout.places(needs.shift)[0][torch.maximum(*gains).argmax()]
     width = max(layout.shape[1], 1)
     return torch.stack([*sums, (place // width).double(), (place % width).double()])
 
 
-def _at(values: Tensor, by: int) -> Tensor:
-    moved = values.roll(by, 1)
-    moved[:, 0 if by > 0 else -1] = 0
-    return moved
+def _at(values: Tensor, shift: int) -> Tensor:
+    shifted = values.roll(shift, 1)
+    shifted[:, 0 if shift > 0 else -1] = 0
+    return shifted
 
 
 def _moved(label: str, sums: Sequence[float], place: str) -> str:
     """Return the warning for a field that fits with its columns one place later (1) or earlier (−1)."""
-    fits = {by: each for by, each in ((1, sums[:3]), (-1, sums[3:6])) if _fits(*each)}
+    fits = {shift: fit for shift, fit in ((1, sums[:3]), (-1, sums[3:6])) if _fits(*fit)}
     if not fits:
         return ""
-    by, (unmoved, moved, count) = min(fits.items(), key=lambda each: each[1][1])
-    column = "t − 1" if by > 0 else "t + 1"
+    shift, (unmoved, moved, count) = min(fits.items(), key=lambda item: item[1][1])
+    column = "t − 1" if shift > 0 else "t + 1"
     return (
         f"{label} looks moved by one place: mean |log π − {label}| is {unmoved / count:.4g} over {count:.0f} tokens here, "
         f"and {moved / count:.4g} with column {column} in the place of column t{place}. Column t must hold the log-prob of "
-        f"token t: give {label.split('/')[-1]}.roll({by}, 1)"
+        f"token t: give {label.split('/')[-1]}.roll({shift}, 1)"
     )
 
 

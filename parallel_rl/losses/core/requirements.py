@@ -92,7 +92,6 @@ class Requirements:
 
     @property
     def statistics(self) -> bool:
-        """Return whether the call takes `statistics=` of the whole step."""
         return self.counted or self.collected
 
     @property
@@ -100,7 +99,7 @@ class Requirements:
         return tuple(field.name for field in self.fields)
 
     def separates(self, truncation: Truncation) -> bool:
-        """Return whether the loss on the policy truncated so is a sum over tokens."""
+        """Return whether the loss on the truncated policy is a sum of terms of single tokens."""
         return self.token_separable and not (self.weighs_sequences and truncation)
 
     def field(self, name: str) -> Field:
@@ -113,12 +112,11 @@ class Requirements:
 
     def given(self, data: Mapping[str, object]) -> Requirements:
         """Require the optional fields that `data` has; `optional` then lists these."""
-        there = tuple(field for field in self.optional if field.name in data)
-        return replace(self, fields=(*self.fields, *there), optional=there)
+        present = tuple(field for field in self.optional if field.name in data)
+        return replace(self, fields=(*self.fields, *present), optional=present)
 
     @property
     def asked(self) -> tuple[str, ...]:
-        """Return the names of the fields that the data must have."""
         optional = {field.name for field in self.optional}
         return tuple(name for name in self.names if name not in optional)
 
@@ -129,18 +127,12 @@ class Requirements:
         return self.ordered or elsewhere or not {"segment_ids", "sample_ids"}.isdisjoint(self.names)
 
     def on_rows(self) -> Requirements:
-        """Return the requirements on rows of log-probs, where column t scores token t.
-
-        >>> Requirements((Field("x", alignment="predictor"),)).on_rows().shift
-        False
-        """
+        """Return the requirements on rows of log-probs, where column t scores token t."""
         fields = tuple(replace(field, alignment="token") for field in self.fields)
         return replace(self, fields=fields, shift=False)
 
     def with_temperature(self) -> Requirements:
-        """Require each sample's `temperature` [B], too."""
         return replace(self, fields=(*self.fields, Field("temperature", per="sequence")))
 
     def with_kept_ids(self) -> Requirements:
-        """Require the sampler's `kept_ids` [B, S, K], too."""
         return replace(self, fields=(*self.fields, Field("kept_ids", dtype="integer", width=True)))

@@ -50,14 +50,9 @@ def mean_of_values(
 
 @dataclass(frozen=True, eq=False)
 class LogitRows:
-    """Rows of logits of this rank, all or a chunk, and the data of their tokens.
+    """Rows [n, W] of logits, all of this rank or those at `places` [n], with the teacher's if it is read.
 
-    Attributes:
-        logits: [n, W] of the student.
-        shard: how they are read.
-        local: the data of all tokens of this rank.
-        places: [n] which rows these are; None: all.
-        teacher: [n, W] logits, for a loss that reads `teacher_logits`.
+    `local` holds the data of all tokens of this rank.
     """
 
     logits: Tensor
@@ -68,7 +63,6 @@ class LogitRows:
 
     @property
     def mask(self) -> Tensor:
-        """Return [n] bool: rows whose token carries loss."""
         return self._of_rows(self.local.mask)
 
     def field(self, name: str) -> Tensor:
@@ -97,11 +91,11 @@ class RowLoss(LossFn[ConfigT]):
     def value(self, rows: LogitRows) -> Tensor:
         """Compute [n] values of rows, differentiable in the logits, 0 with gradient 0 at masked rows.
 
-        With measures [n, 1 + M], the value first; the measures have no gradient.
+        If the loss measures, return [n, 1 + M]: the value, then M measures without gradient.
         """
 
     def check_rows(self, logits: Tensor, data: Mapping[str, Tensor], tensor_group: ProcessGroup | None) -> None:
-        """Check that fields fit the logits' vocabulary, else ValueError; a loss on a teacher overrides it."""
+        """Raise ValueError for fields that do not fit the logits' vocabulary, such as a teacher's."""
 
     @property
     def reader(self) -> RowReader:
@@ -110,8 +104,6 @@ class RowLoss(LossFn[ConfigT]):
 
 @dataclass(frozen=True, eq=False)
 class RowReader(Reader):
-    """Reader of one value per row of logits."""
-
     loss: RowLoss
 
     def check(self, logits: Tensor, data: Mapping[str, Tensor], tensor_group: ProcessGroup | None) -> None:

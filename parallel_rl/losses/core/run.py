@@ -42,13 +42,9 @@ if TYPE_CHECKING:
 
 
 class ReadOutput(NamedTuple):
-    """Result of `read`.
+    """Result of `read`: the loss of the call (on this rank's columns of a DTensor) and its batch.
 
-    Attributes:
-        loss: of the call; for a DTensor a copy whose options name this rank's columns.
-        unrestricted: the data before the restriction to the tokens that the loss scores.
-        batch: of `compute`.
-        carrier: 0 with a gradient made in forward, or None.
+    `unrestricted` is the data before the restriction to scored tokens, `carrier` a 0 with a gradient made in forward, or None.
     """
 
     loss: Loss
@@ -58,7 +54,6 @@ class ReadOutput(NamedTuple):
 
 
 def run(loss: Loss, call: LossCall) -> tuple[Tensor, Metrics]:
-    """Compute this rank's local loss, and its metrics."""
     loss, _, batch, carrier = read(loss, call)
     loss.recorded_check(batch, may_wait=call.may_wait)
     share, metrics = loss.compute(batch)
@@ -102,7 +97,6 @@ def read(loss: Loss, call: LossCall) -> ReadOutput:
 
 
 def _source(loss: Loss, call: LossCall) -> Source:
-    """Return the source of a call's output, for a DTensor that of its shard; ValueError if unknown."""
     output = call.output
     if isinstance(output, HostLogProbs):
         return LogProbs.of(loss, call, output)

@@ -56,8 +56,6 @@ class PooledHeadLoss(ScalarHeadLoss[ConfigT]):
 
 
 class ScalarReader(Reader):
-    """Reader of one number per position."""
-
     def check(self, logits: Tensor, data: Mapping[str, Tensor], tensor_group: ProcessGroup | None) -> None:
         if not logits.is_floating_point() or (logits.dim() == 3 and logits.shape[-1] != 1):
             raise ValueError(
@@ -70,8 +68,6 @@ class ScalarReader(Reader):
 
 
 class PooledReader(ScalarReader):
-    """Reader of one number per row."""
-
     def add_fields(self, logits: Tensor | None, data: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         if (logits is not None and logits.dim() == 3) or "sample_mask" not in data:
             return data

@@ -30,12 +30,9 @@ class HostValues(NamedTuple):
 
 
 class Placed(NamedTuple):
-    """Data of a call after checks of shape, and where its tokens lie.
+    """Data of a call as rows of tokens after checks of shape, and where its tokens lie.
 
     Attributes:
-        data: rows of tokens.
-        needs: of the loss, in the order of these rows.
-        layout: of the model's output.
         counted: the data whose sequences and tokens the call's counts cover.
         values: of a host, as rows without a sequence's first token; rows may be split over context ranks.
     """
@@ -48,7 +45,6 @@ class Placed(NamedTuple):
 
     @property
     def of_host(self) -> bool:
-        """Return whether a host gave log-probs, whose rows begin with a sequence's second token."""
         return self.values is not None
 
 
@@ -64,11 +60,8 @@ class Agreement(NamedTuple):
 class Source(ABC):
     """Origin of the model's output; `run` calls its methods in their order.
 
-    Until `check_output` has passed on all ranks, a source reads no values of the data and does not communicate.
-
-    Attributes:
-        loss: that reads it.
-        template: has the device, dtype and leading shape of the output.
+    Until `check_output` has passed on all ranks, a source reads no values of the data and does not communicate. `template` has
+    the device, dtype and leading shape of the output.
     """
 
     loss: Loss

@@ -1,8 +1,8 @@
 """Turns, runs of one id among the valid tokens of a sequence: sums, means and maxima over them.
 
-Their number is known on the device only, and a rank may hold any part of a turn. To avoid a wait, a rank has one slot per
-position for its turns. Turns that a cut between context ranks divides meet in one of [B, 2·cp − 1] places, named by the chunk
-where the turn begins. No two of them begin in one chunk and end beyond it, so one all-reduce of these places suffices.
+Only the device knows their number. To avoid a wait, a rank has one slot per position for its turns. Turns that are cut between
+context ranks meet in one of [B, 2·cp − 1] places, named by the chunk where the turn begins. No two of them begin in one chunk
+and end beyond it, so one all-reduce of these places suffices.
 """
 
 from __future__ import annotations
@@ -24,22 +24,17 @@ if TYPE_CHECKING:
 
 
 def turn_starts(segment_ids: Tensor, valid: Tensor) -> Tensor:
-    """Return [B, S] bool: the first valid token of each turn.
+    """Return [B, S] bool: the first valid token of each turn; ids of invalid tokens do not matter.
 
     >>> ids, valid = torch.tensor([[0, 0, 1, 1, 1]]), torch.tensor([[False, True, True, False, True]])
     >>> turn_starts(ids, valid).tolist()
     [[False, True, True, False, False]]
-
-    Args:
-        segment_ids: [B, S] integer; ids of invalid tokens do not matter.
-        valid: [B, S] bool.
     """
     before = _latest_valid(valid)
     return valid & ((before < 0) | (segment_ids.gather(1, before.clamp(min=0)) != segment_ids))
 
 
 def check_segment_ids(segment_ids: Tensor, valid: Tensor) -> None:
-    """Raise ValueError for ids that decrease from one valid token of a row to the next."""
     before = _latest_valid(valid)
     previous = segment_ids.gather(1, before.clamp(min=0))
     wrong = valid & (before >= 0) & (previous > segment_ids)
@@ -63,9 +58,8 @@ class TurnLayout:
     """Turns of a rank's local positions; masked positions belong to some turn and need a neutral value.
 
     Attributes:
-        ids: [T_local] the slot of each position, from 0 in the order of the positions.
-        offsets: [T_local + 1] local bounds of the slots; slots beyond the last turn are empty.
-        meeting: [T_local] where the parts of a slot's turn meet, in [0, B·(2·cp − 1)), or that bound for a whole turn.
+        ids, offsets: [T_local] the slot of each position; [T_local + 1] bounds of the slots, those beyond the last turn empty.
+        meeting: [T_local] where the parts of a slot's turn meet, in [0, places); `places` for a whole turn.
         places: B·(2·cp − 1).
         tokens: [T_local] at each position the valid tokens of its turn, over all context ranks.
     """
@@ -78,7 +72,6 @@ class TurnLayout:
 
     @classmethod
     def of(cls, layout: SequenceLayout, segment_ids: Tensor, valid: Tensor, shift: bool = True) -> TurnLayout:
-        """Find the turns of the local positions; args as of `turn_starts` and `SequenceLayout.shard`."""
         rows, width = layout.shape
         columns, row = torch.arange(width, device=valid.device), torch.arange(rows, device=valid.device)[:, None]
         starts = torch.where(turn_starts(segment_ids, valid), columns, 0).cummax(1).values
@@ -89,7 +82,7 @@ class TurnLayout:
         first, last = (_chunk(layout, column - int(shift)) for column in (starts, ends))
         cuts = 2 * layout.cp_size - 1 if layout.tree is None else layout.tree.cuts
         meeting = torch.where(first < last, row * cuts + first.clamp(0, cuts - 1), rows * cuts)
-        key, meeting, tokens = (layout.take(each, shift) for each in (key, meeting, tokens))
+        key, meeting, tokens = (layout.take(x, shift) for x in (key, meeting, tokens))
         ids = (torch.nn.functional.pad(key.diff(), (min(len(key), 1), 0)) != 0).cumsum(0)
         offsets = torch.searchsorted(ids, torch.arange(len(ids) + 1, device=ids.device))
         first_place = offsets[:-1].clamp(max=max(len(ids) - 1, 0))
@@ -97,10 +90,7 @@ class TurnLayout:
         return cls(ids, offsets, meeting, rows * cuts, tokens)
 
     def sum(self, x: Tensor, context_group: ProcessGroup | None = None) -> Tensor:
-        """Sum x [T_local] over each position's turn, on all context ranks; differentiable, in float64.
-
-        Costs one all-reduce of `places` floats, and one in the backward.
-        """
+        """Sum x [T_local] over each turn in float64; differentiable, one all-reduce of `places` floats."""
         summed = sum_segments(x, self.offsets, self.ids)
         if group_size(context_group) > 1:
             parts = summed.new_zeros(self.places + 1).scatter(0, self.meeting, summed)
@@ -122,5 +112,5 @@ class TurnLayout:
 def _chunk(layout: SequenceLayout, positions: Tensor) -> Tensor:
     if layout.tree is not None:
         return layout.tree.chunk.gather(1, positions.clamp(min=0))
-    first, size = (each[:, None] for each in layout.chunks)
+    first, size = (bounds[:, None] for bounds in layout.chunks)
     return (first + positions.clamp(min=0)) // size.clamp(min=1)
