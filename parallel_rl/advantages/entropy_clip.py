@@ -1,4 +1,4 @@
-"""Masks that drop negative tokens which would change the policy's entropy most (arXiv 2602.03392)."""
+"""Masks that drop the tokens with A < 0 that would change the policy's entropy most (arXiv 2602.03392)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def entropy_signal(logprobs: Tensor, entropy: Tensor, mask: Tensor) -> Tensor:
-    """Compute S = p·(H + log p) of the sampled token, how its probability moves the entropy; 0 if masked."""
+    """Compute S = p·(H + log p) of the sampled token, its effect on the entropy; 0 if masked."""
     keep = mask.bool()
     safe, h = torch.where(keep, logprobs, 0.0), torch.where(keep, entropy, 0.0)
     return torch.where(keep, safe.exp() * (h + safe), 0.0)
@@ -26,12 +26,9 @@ def clip_by_batch(
     """Keep tokens by CLIP-B: all with A ≥ 0, and those with S − mean ≥ −μ·std over the step's tokens.
 
     Args:
-        advantages, signal, mask: one shape; `signal` as of `entropy_signal`; std is the population's.
+        advantages, signal, mask: one shape; `signal` from `entropy_signal`, its std is the population's.
         mu: μ ≥ 0.
         group: the data ranks, which all call this; None is one process.
-
-    Raises:
-        ValueError: shapes that differ, or μ below 0.
     """
     if not advantages.shape == signal.shape == mask.shape:
         shapes = [list(x.shape) for x in (advantages, signal, mask)]
@@ -39,6 +36,6 @@ def clip_by_batch(
     if not mu >= 0:
         raise ValueError(f"mu = {mu} must be at least 0")
     keep = mask.bool()
-    of_step = moments(signal, keep, group)
-    below = signal.double() - of_step.mean < -mu * of_step.variance().sqrt()
+    step = moments(signal, keep, group)
+    below = signal.double() - step.mean < -mu * step.variance().sqrt()
     return keep & ~(below & (torch.where(keep, advantages, 0.0) < 0))
