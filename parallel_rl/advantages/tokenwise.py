@@ -23,8 +23,7 @@ if TYPE_CHECKING:
 class Reinforce(AdvantageEstimator, name="reinforce"):
     """A_t = G_t, the token's discounted return: the reward itself if γ = 1 without KL (Williams 1992).
 
-    Attributes:
-        gamma: γ in [0, 1].
+    gamma: γ in [0, 1].
     """
 
     gamma: float = 1.0
@@ -44,7 +43,7 @@ class Reinforce(AdvantageEstimator, name="reinforce"):
 class ReinforcePlusPlus(Reinforce, name="reinforce_plus_plus"):
     """A_t = G_t with the KL in the reward, whitened over the step (REINFORCE++, arXiv 2501.03262).
 
-    Masked holes (tool results) are skipped: tokens before a hole are rewarded for what comes after it.
+    Returns pass over masked holes (tool results).
     """
 
     whiten: Whitening = "population"
@@ -59,7 +58,6 @@ class ReMax(Reinforce, name="remax"):
     def tokens(
         self, batch: Mapping[str, Tensor], scores: Tensor, mask: Tensor, group: ProcessGroup | None
     ) -> Advantages:
-        """Compute [N, S] returns, less the greedy rewards on every valid token."""
         returns = super().tokens(batch, scores, mask, group).returns
         return Advantages(torch.where(mask, returns - batch["greedy_rewards"][:, None], 0.0), returns)
 
@@ -101,7 +99,6 @@ class GAEEstimator(AdvantageEstimator, name="gae"):
     def tokens(
         self, batch: Mapping[str, Tensor], scores: Tensor, mask: Tensor, group: ProcessGroup | None
     ) -> Advantages:
-        """Compute [N, S] advantages and value targets."""
         rewards = terminal_rewards(scores, mask, batch.get("kl"), self.kl_coefficient)
         lam = length_adaptive_lambda(mask, self.length_adaptive) if self.length_adaptive else self.lam
         last = batch["bootstrap_values"] if self.bootstrap else None
@@ -112,10 +109,9 @@ class GAEEstimator(AdvantageEstimator, name="gae"):
 class OnPolicyDistillation(AdvantageEstimator, name="on_policy_distillation"):
     """A_t = c·(log p_teacher − log p_old) of the sampled token: the reverse KL's policy gradient alone.
 
-    No reward is read; with a reward use the option `teacher_kl` of any other estimator. Papers: arXiv 2306.13649, 2601.02780.
+    It reads no reward; with a reward use the option `teacher_kl` of another estimator. Papers: arXiv 2306.13649, 2601.02780.
 
-    Attributes:
-        coefficient, estimator, log_prob_min_clamp, loss_max_clamp: see `TeacherKL`.
+    coefficient, estimator, log_prob_min_clamp, loss_max_clamp: see `TeacherKL`.
     """
 
     coefficient: float = 1.0
@@ -127,7 +123,7 @@ class OnPolicyDistillation(AdvantageEstimator, name="on_policy_distillation"):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._word()
+        self._teacher_term()  # validates the options
         for name in ("kl_coefficient", "teacher_kl"):
             if getattr(self, name):
                 raise ValueError(
@@ -138,10 +134,9 @@ class OnPolicyDistillation(AdvantageEstimator, name="on_policy_distillation"):
     def tokens(
         self, batch: Mapping[str, Tensor], scores: Tensor, mask: Tensor, group: ProcessGroup | None
     ) -> Advantages:
-        """Compute [N, S] the negative estimated KL to the teacher."""
-        taught = self._word()(batch["prev_logprobs"], batch["teacher_token_logprobs"])
-        values = torch.where(mask, taught, 0.0)
+        term = self._teacher_term()(batch["prev_logprobs"], batch["teacher_token_logprobs"])
+        values = torch.where(mask, term, 0.0)
         return Advantages(values, values)
 
-    def _word(self) -> TeacherKL:
+    def _teacher_term(self) -> TeacherKL:
         return TeacherKL(self.coefficient, self.estimator, self.log_prob_min_clamp, self.loss_max_clamp)
