@@ -26,8 +26,8 @@ class TeacherKL:
 
         A_t += −c·clamp(k(log π_old, log p_teacher), ±loss_max_clamp)
 
-    It is added before whitening and clipping, and not accumulated over following tokens. Papers: arXiv 2306.13649,
-    2601.02780; the clamps are verl's, the sum is slime's `opd_kl_coef`.
+    A token receives its own term alone, before whitening and clipping. Papers: arXiv 2306.13649, 2601.02780; the clamps are
+    verl's, the sum is slime's `opd_kl_coef`.
 
     >>> import torch
     >>> TeacherKL(0.5)(torch.tensor([-1.0, -2.0]), torch.tensor([-1.5, -0.5]))
@@ -36,8 +36,7 @@ class TeacherKL:
     Attributes:
         coefficient: c, above 0.
         estimator: k1, k2, k3, abs or low_var_kl, see `functional.kl`. As an advantage only k1 has the gradient of the KL.
-        log_prob_min_clamp: lower bound < 0 of both log-probs; None: none.
-        loss_max_clamp: bound of |k|; None: none.
+        log_prob_min_clamp: lower bound < 0 of both log-probs; None: none. loss_max_clamp: bound of |k|; None: none.
     """
 
     coefficient: float = 1.0
@@ -56,14 +55,14 @@ class TeacherKL:
             raise ValueError(f"loss_max_clamp = {self.loss_max_clamp} must be above 0; None: none")
 
     def __call__(self, policy: Tensor, teacher: Tensor) -> Tensor:
-        """Return the term added to the advantages, from log-probs of the sampled tokens, of one shape."""
+        """Compute the term from the sampled tokens' log-probs, both of one shape."""
         if self.log_prob_min_clamp is not None:
             policy, teacher = (x.clamp(min=self.log_prob_min_clamp) for x in (policy, teacher))
         return -self.coefficient * kl_estimate(policy, teacher, self.estimator, output_clamp=self.loss_max_clamp)
 
 
 class Advantages(NamedTuple):
-    """Advantages and returns, [N, S] each, 0 where there is no valid token.
+    """Advantages and returns, [N, S] each, 0 at masked tokens.
 
     `returns` are the value function's targets (gae), or the advantages before teacher, whitening and clipping (all others).
     """
@@ -78,11 +77,10 @@ class AdvantageEstimator(Variants):
 
     Attributes:
         kl_coefficient: c of the KL subtracted from the reward; needs the field `kl`. 0: none.
-        kl_form: "return": a token pays for the KL of itself and of all that follow, −c Σ_{s≥t} kl_s (PPO, REINFORCE++);
-            "token": for its own only (NeMo-RL).
+        kl_form: "return": −c Σ_{s≥t} kl_s, the KL from the token on (PPO, REINFORCE++); "token": −c kl_t (NeMo-RL).
         teacher_kl: a teacher's term per token, added to the advantages (on-policy distillation with the task); needs the
             fields `teacher_token_logprobs` and `prev_logprobs`. None: none.
-        whiten: over the valid tokens of all data ranks, see `moments.whiten`; "none": not.
+        whiten: whitening over the valid tokens of all data ranks, see `moments.whiten`; "none": no whitening.
         clip_low, clip_high: final bounds of the advantages; None: no bound.
     """
 
@@ -106,8 +104,8 @@ class AdvantageEstimator(Variants):
     @property
     def needs(self) -> tuple[str, ...]:
         """Return the fields of a batch that this estimator reads."""
-        of_teacher = () if self.teacher_kl is None else ("teacher_token_logprobs", "prev_logprobs")
-        return (*self.fields, *(("kl",) if self.kl_coefficient else ()), *of_teacher)
+        teacher_fields = () if self.teacher_kl is None else ("teacher_token_logprobs", "prev_logprobs")
+        return (*self.fields, *(("kl",) if self.kl_coefficient else ()), *teacher_fields)
 
     @property
     def discount(self) -> float:
@@ -115,7 +113,7 @@ class AdvantageEstimator(Variants):
         return 1.0
 
     def check_batch(self, batch: Mapping[str, Tensor]) -> None:
-        """Refuse fields with the right shapes that are otherwise invalid for this estimator."""
+        """Refuse invalid fields, after the checks of their shapes."""
 
     def scores(self, table: SampleTable) -> Tensor:
         """Return [M] the score of each sample of the step."""
@@ -127,7 +125,7 @@ class AdvantageEstimator(Variants):
         """Compute [N, S] advantages before whitening, and returns, from this rank's scores [N].
 
         Args:
-            batch: fields, 0 where they do not count, integers, and sample_mask [N] bool.
+            batch: the fields of `needs`, 0 at masked places, and sample_mask [N] bool.
             group: the data ranks, which all call this.
         """
         if self.kl_form == "token":
@@ -145,8 +143,8 @@ class AdvantageEstimator(Variants):
         """Add the teacher's term, whiten over the ranks of `group`, then clip."""
         advantages = found.advantages
         if self.teacher_kl is not None:
-            taught = self.teacher_kl(batch["prev_logprobs"], batch["teacher_token_logprobs"])
-            advantages = torch.where(mask, advantages + taught, 0.0)
+            teacher_term = self.teacher_kl(batch["prev_logprobs"], batch["teacher_token_logprobs"])
+            advantages = torch.where(mask, advantages + teacher_term, 0.0)
         advantages = whiten(advantages, mask, self.whiten, group)
         if self.clip_low is not None or self.clip_high is not None:
             advantages = torch.where(mask, advantages.clamp(self.clip_low, self.clip_high), 0.0)
@@ -154,7 +152,7 @@ class AdvantageEstimator(Variants):
 
 
 def in_unit(config: object, *names: str) -> None:
-    """Raise ValueError for an attribute outside [0, 1]."""
+    """Refuse attributes outside [0, 1]."""
     for name in names:
         if not 0 <= getattr(config, name) <= 1:
             raise ValueError(f"{name} = {getattr(config, name)} must lie in [0, 1]")

@@ -1,4 +1,4 @@
-"""Advantages of a step's tokens from its rewards: one entry for all estimators."""
+"""Advantages of a step's tokens from its rewards, for all estimators."""
 
 from __future__ import annotations
 
@@ -46,18 +46,17 @@ def estimate(
     tensor([[ 1.,  1.],
             [-1., -1.]])
 
-    A group is the samples with one id; it may be spread over data ranks, in any order. Group statistics are in float64 and
-    cost two all-gathers over data ranks (sample counts, then their scalars); whitening costs one.
+    A group is the samples with one id, on any data ranks. Group statistics are in float64 and cost two all-gathers over data
+    ranks; whitening costs one.
 
     Args:
         config: an estimator, `{name: rloo, ...}` or a name; `estimator_config(config).needs` lists the fields that it reads.
-        batch: this rank's samples, whole on its tensor, context and pipeline ranks; N may be 0 on some ranks.
-            rewards [N]; group_ids, sample_ids [N] integers; token_mask [N, S]: the response's tokens, in any pattern;
-            sample_mask [N], optional: dropped samples are in no statistic and get 0;
-            kl [N, S]: an estimate of the KL to the reference at each token; values [N, S]; bootstrap_values [N];
-            run_ids, step_ids, state_ids [N] integers, if a row is one step of a run (see `stepwise`);
-            greedy_rewards [N]; reward_components [N, K]; teacher_token_logprobs, prev_logprobs, generation_logprobs [N, S];
-            sum_pi_squared [N, S]: Σ_v π_v² of the policy of prev_logprobs, see `token_scores`.
+        batch: this rank's samples, whole on its tensor, context and pipeline ranks; N may be 0 on some ranks. rewards,
+            greedy_rewards, bootstrap_values [N]; reward_components [N, K]; group_ids, sample_ids [N] integers, and run_ids,
+            step_ids, state_ids if a row is one step of a run (`stepwise_grpo`, `gigpo`); token_mask [N, S]: the response's
+            tokens, in any pattern; sample_mask [N], optional: dropped samples are in no statistic and get 0; kl [N, S]: an
+            estimate of the KL to the reference at each token; values, teacher_token_logprobs, prev_logprobs,
+            generation_logprobs [N, S]; sum_pi_squared [N, S]: Σ_v π_v² of the policy of prev_logprobs, see `token_scores`.
         groups: `data` are the ranks that hold the other samples; None is one process.
 
     Returns:
@@ -88,7 +87,7 @@ def estimate(
 
 
 def estimator_config(config: AdvantageEstimator | Mapping | str) -> AdvantageEstimator:
-    """Return the estimator of a name, of a mapping with the key `name`, or itself.
+    """Build an estimator from its name or a mapping with the key `name`; return an estimator as it is.
 
     >>> estimator_config({"name": "gae", "lam": 0.95}).needs
     ('rewards', 'values', 'token_mask')
@@ -120,22 +119,22 @@ def _check(estimator: AdvantageEstimator, batch: Mapping[str, Tensor]) -> None:
         raise ValueError(f"token_mask must be [N, S], got {list(mask.shape)}")
     shapes = {"[N]": [len(mask)], "[N, S]": list(mask.shape)}
     for name in [*estimator.needs, *(("sample_mask",) if "sample_mask" in batch else ())]:
-        field, words = batch[name], _SHAPES.get(name, "[N, S]")
-        right = list(field.shape) == shapes[words] if words in shapes else field.dim() == 2 and len(field) == len(mask)
+        field, axes = batch[name], _SHAPES.get(name, "[N, S]")
+        valid = list(field.shape) == shapes[axes] if axes in shapes else field.dim() == 2 and len(field) == len(mask)
         kind = "integers" if name in _INTEGERS else "a mask" if name.endswith("_mask") else "floats"
         if kind == "integers":
-            right = right and not field.is_floating_point() and field.dtype != torch.bool
+            valid = valid and not field.is_floating_point() and field.dtype != torch.bool
         elif kind == "floats":
-            right = right and field.is_floating_point()
-        if not right:
-            expected = shapes.get(words, [len(mask), "K"])
-            raise ValueError(f"{name} must be {kind} {words} = {expected}, got {field.dtype} {list(field.shape)}")
+            valid = valid and field.is_floating_point()
+        if not valid:
+            expected = shapes.get(axes, [len(mask), "K"])
+            raise ValueError(f"{name} must be {kind} {axes} = {expected}, got {field.dtype} {list(field.shape)}")
     estimator.check_batch(batch)
-    keep, valid = _masks(batch)
+    keep, mask = _masks(batch)
     for name in estimator.needs:
         if name in (*_INTEGERS, "token_mask"):
             continue
-        bad = _valid(name, keep, valid) & ~batch[name].isfinite()
-        if bad.any():
-            place = bad.nonzero()[0].tolist()
+        infinite = _valid(name, keep, mask) & ~batch[name].isfinite()
+        if infinite.any():
+            place = infinite.nonzero()[0].tolist()
             raise ValueError(f"{name}{place} = {batch[name][tuple(place)].item()} is not finite")

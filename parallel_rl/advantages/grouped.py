@@ -1,4 +1,4 @@
-"""Estimators that compare a sample or a step with its group; groups may be spread over data ranks."""
+"""Estimators that compare a sample, or a step of a run, with its group."""
 
 from __future__ import annotations
 
@@ -23,8 +23,7 @@ Singleton = Literal["zero", "reward", "error"]
 class GroupedEstimator(AdvantageEstimator):
     """Base of the estimators by group.
 
-    Attributes:
-        singleton: for a group of one: "zero", its own "reward", or an "error".
+    singleton: the score of a group of one: "zero", its "reward", or an "error".
     """
 
     singleton: Singleton = "error"
@@ -33,11 +32,10 @@ class GroupedEstimator(AdvantageEstimator):
     grouped: ClassVar[bool] = True
 
     def compare(self, table: SampleTable) -> Tensor:
-        """Return [M] the scores; those of a group of one are not used."""
+        """Compute [M] scores; those of a group of one are not used."""
         return table.centred
 
     def scores(self, table: SampleTable) -> Tensor:
-        """Return [M] the scores, for groups of one by `singleton`, which may be a ValueError."""
         if self.singleton == "error" and bool(table.alone.any()):
             group = int(table.group_ids[table.alone][0])
             raise ValueError(f"group {group} has one sample; set singleton to 'zero' or 'reward', or sample more")
@@ -54,8 +52,7 @@ class GRPO(GroupedEstimator, name="grpo"):
             the group (n instead of n − 1); "leave_one_out": of the group without the sample, unbiased (NeMo-RL), without
             division if that is only rounding or n ≤ 2; "batch": unbiased, of all rewards of the step (arXiv 2508.08221);
             "none": no division (Dr. GRPO).
-        baseline: the "mean" of the group, or "leave_one_out", the mean of the others.
-        eps: added to the deviation.
+        baseline: the "mean" of the group, or "leave_one_out", the mean of the others. eps: added to the deviation.
     """
 
     normalize: Literal["std", "population", "leave_one_out", "batch", "none"] = "std"
@@ -67,26 +64,25 @@ class GRPO(GroupedEstimator, name="grpo"):
         at_least(self, eps=0)
 
     def compare(self, table: SampleTable) -> Tensor:
-        above = table.above_others if self.baseline == "leave_one_out" else table.centred
+        difference = table.above_others if self.baseline == "leave_one_out" else table.centred
         if self.normalize == "none":
-            return above
+            return difference
         if self.normalize == "leave_one_out":
             deviation = table.deviation_of_others()
-            return torch.where(deviation > 0, above / (deviation + self.eps), above)
+            return torch.where(deviation > 0, difference / (deviation + self.eps), difference)
         if self.normalize == "batch":
-            spread = (table.rewards - table.rewards.mean()).square().sum() / max(len(table.rewards) - 1, 1)
-            deviation = spread.sqrt()
+            variance = (table.rewards - table.rewards.mean()).square().sum() / max(len(table.rewards) - 1, 1)
+            deviation = variance.sqrt()
         else:
             deviation = table.deviation(0 if self.normalize == "population" else 1)
-        return torch.where(table.constant, 0.0, above / (deviation + self.eps))
+        return torch.where(table.constant, 0.0, difference / (deviation + self.eps))
 
 
 @dataclass(frozen=True, kw_only=True)
 class GroupNorm(GroupedEstimator, name="group_norm"):
     """A_i = (r_i − mean) / (unbiased std + eps): GRPO with the eps of OpenRLHF and LightRFT.
 
-    Attributes:
-        eps: added to the deviation.
+    eps: added to the deviation.
     """
 
     eps: float = 1e-9
@@ -123,8 +119,7 @@ class ReinforcePlusPlusBaseline(GroupedEstimator, name="reinforce_plus_plus_base
 class OPMD(GroupedEstimator, name="opmd"):
     """A_i = r_i − b of the group (OPMD, arXiv 2505.17826): b its mean, or τ·(logsumexp(r/τ) − log n).
 
-    Attributes:
-        baseline: "mean" or "logavgexp". tau: τ of "logavgexp"; None: 1.
+    baseline: "mean" or "logavgexp". tau: τ of "logavgexp"; None: 1.
     """
 
     baseline: Literal["mean", "logavgexp"] = "mean"
@@ -150,8 +145,7 @@ class OPMD(GroupedEstimator, name="opmd"):
 class AsymRE(GroupedEstimator, name="asymre"):
     """A_i = r_i − (mean of the group + shift) (AsymRE, arXiv 2506.20520): a constant group gets −shift.
 
-    Attributes:
-        baseline_shift: below 0, good samples count more than bad ones.
+    baseline_shift: below 0, good samples count more than bad ones.
     """
 
     baseline_shift: float = -0.1
@@ -188,11 +182,8 @@ class _Runs:
 class StepwiseGRPO(GroupedEstimator, name="stepwise_grpo"):
     """Give every step of a run the GRPO advantage of the run's last reward among the runs of its task.
 
-    Attributes:
-        normalize: "std" divides by the unbiased deviation over the task's runs + eps; "none".
-        eps: see `normalize`.
-        per_step: divide by the number of steps of the run.
-        singleton: for a task with one run.
+    normalize: "std" divides by the unbiased deviation over the task's runs + eps; "none". eps: see `normalize`. per_step:
+    divide by the number of steps of the run. singleton: for a task with one run.
     """
 
     normalize: Literal["std", "none"] = "std"
@@ -202,12 +193,11 @@ class StepwiseGRPO(GroupedEstimator, name="stepwise_grpo"):
     fields: ClassVar[tuple[str, ...]] = ("rewards", "group_ids", "run_ids", "step_ids", "token_mask")
 
     def scores(self, table: SampleTable) -> Tensor:
-        """Return the runs' scores [M], one per step; ValueError for a run in two groups or a repeated step."""
         runs = _Runs(table)
         count = runs.table.size
         last = runs.table.rows.gather(1, count[:, None] - 1)[:, 0]
-        one = GRPO(normalize=self.normalize, eps=self.eps, singleton=self.singleton)
-        scores = one.scores(SampleTable(last, runs.tasks))
+        grpo = GRPO(normalize=self.normalize, eps=self.eps, singleton=self.singleton)
+        scores = grpo.scores(SampleTable(last, runs.tasks))
         return runs.to_steps(scores / count if self.per_step else scores)
 
 
@@ -216,14 +206,10 @@ class GiGPO(GroupedEstimator, name="gigpo"):
     """A = A_episode + ω·A_step (GiGPO, arXiv 2505.10978).
 
         A_episode: the run's summed rewards compared with those of the runs of its task
-        A_step: Σ_k γ^k r_{t+k} of the run from this step on, compared with the steps of its `state_ids`; 0 for a state seen
-            once
+        A_step: Σ_k γ^k r_{t+k} from step t on, compared with the steps of one `state_ids`; 0 for a state seen once
 
-    Attributes:
-        normalize: both are r − mean ("none"), or (r − mean)/(unbiased std + eps).
-        omega, gamma: ω and γ.
-        eps: see `normalize`.
-        singleton: for a task with one run.
+    normalize: both are r − mean ("none"), or (r − mean)/(unbiased std + eps) ("std"). omega, gamma: ω and γ. eps: see
+    `normalize`. singleton: for a task with one run.
     """
 
     normalize: Literal["none", "std"] = "none"
@@ -239,7 +225,6 @@ class GiGPO(GroupedEstimator, name="gigpo"):
         in_unit(self, "gamma")
 
     def scores(self, table: SampleTable) -> Tensor:
-        """Return the steps' scores [M]; ValueError for a run in two groups or a repeated step."""
         runs = _Runs(table)
         rewards = runs.table.rows.nan_to_num(0.0)
         episode = self._against(SampleTable(rewards.sum(1), runs.tasks), self.singleton)

@@ -32,13 +32,11 @@ class Moments(NamedTuple):
 
 
 def moments(x: Tensor, mask: Tensor, group: ProcessGroup | None = None) -> Moments:
-    """Compute the moments of x where `mask`, over all ranks of `group`, in one all-gather of five numbers.
+    """Compute the moments of the valid x of all ranks of `group`, which all call this, in one all-gather.
 
-    >>> found = moments(torch.tensor([1.0, 3.0, 9.0]), torch.tensor([1, 1, 0]))
-    >>> float(found.mean), float(found.variance())
+    >>> step = moments(torch.tensor([1.0, 3.0, 9.0]), torch.tensor([1, 1, 0]))
+    >>> float(step.mean), float(step.variance())
     (2.0, 1.0)
-
-    Every rank of the group must call it, even without a valid entry.
     """
     value, keep = x.detach().double(), mask.bool()
     count = keep.sum().double()
@@ -79,14 +77,10 @@ def whiten(
     ε is 1e-8. Entries that are all equal become exactly 0.
 
     Args:
-        x: any shape; masked entries may be NaN.
-        mask: the same shape.
-        mode: see above; "none" leaves x as it is.
+        x, mask: one shape, any; masked entries may be NaN.
+        mode: see above; "none" leaves valid entries as they are.
         group: data ranks, which all call this; None is one process.
         keep_mean: add the mean again.
-
-    Raises:
-        ValueError: an unknown mode, or a mask of another shape.
     """
     if mode not in ("none", "center", "population", "unbiased"):
         raise ValueError(f"whitening = {mode!r} is not valid; choose none, center, population or unbiased")
@@ -95,11 +89,11 @@ def whiten(
     keep = mask.bool()
     if mode == "none":
         return torch.where(keep, x, 0.0)
-    of_step = moments(x, keep, group)
-    value = torch.where(of_step.low == of_step.high, 0.0, x.double() - of_step.mean)
+    step = moments(x, keep, group)
+    value = torch.where(step.low == step.high, 0.0, x.double() - step.mean)
     if mode == "population":
-        value = value * of_step.variance().clamp(min=_EPS).rsqrt()
+        value = value * step.variance().clamp(min=_EPS).rsqrt()
     elif mode == "unbiased":
-        value = value * (of_step.variance(1) + _EPS).rsqrt()
-    value = value + of_step.mean if keep_mean else value
+        value = value * (step.variance(1) + _EPS).rsqrt()
+    value = value + step.mean if keep_mean else value
     return torch.where(keep, value, 0.0).to(x.dtype)

@@ -1,4 +1,4 @@
-"""Minimum-variance baselines for each place of an answer: the optimal token baseline, and for several turns."""
+"""Minimum-variance baselines for each place of an answer, of one turn or several."""
 
 from __future__ import annotations
 
@@ -25,14 +25,12 @@ class OptimalTokenBaseline(AdvantageEstimator, name="optimal_token_baseline"):
 
         B_t = Σ_i G_it·W_it / (Σ_i W_it + eps)        W_it = Σ_{s≤t} w_is        w_t = ρ_t²·(1 − 2π_t + Σ_v π_v²)
 
-    The sums run over the group's answers with a valid token at place t, counted from the answer's first valid token. π_t =
-    e^prev_logprobs, and `sum_pi_squared` [N, S] is of the same policy, see `token_scores`. A group of one has no baseline.
+    The sums run over the group's answers with a valid token at place t, counted from the answer's first valid token. π_t is
+    e^prev_logprobs; `sum_pi_squared` [N, S] is Σ_v π_v², see `token_scores`. A group of one has no baseline.
 
-    Attributes:
-        handle_zero_tail: no baseline for the longest answer at places t ≥ the second longest's number of valid tokens. Holes
-            of the mask count in a place but not in that number; tir_optimal_token_baseline skips them in both.
-        importance_cap: ρ_t = min(e^(prev − generation_logprobs), importance_cap); None: 1.
-        eps: see above.
+    handle_zero_tail: no baseline for the longest answer at places t ≥ n, n the second longest's number of valid tokens. Masked
+        holes count in t, but not in n; tir_optimal_token_baseline counts them in neither.
+    importance_cap: ρ_t = min(e^(prev − generation_logprobs), importance_cap); None: 1. eps: see above.
     """
 
     handle_zero_tail: bool = False
@@ -54,7 +52,6 @@ class OptimalTokenBaseline(AdvantageEstimator, name="optimal_token_baseline"):
     def tokens(
         self, batch: Mapping[str, Tensor], scores: Tensor, mask: Tensor, group: ProcessGroup | None
     ) -> Advantages:
-        """Compute [N, S] returns less the baselines, and returns."""
         returns = super().tokens(batch, scores, mask, group).returns
         weight = 1 - 2 * batch["prev_logprobs"].exp() + batch["sum_pi_squared"]
         if self.importance_cap is not None:
@@ -70,7 +67,7 @@ class OptimalTokenBaseline(AdvantageEstimator, name="optimal_token_baseline"):
         return torch.arange(mask.shape[1], device=mask.device) - first
 
     def counts(self, rows: Mapping[str, Tensor]) -> Tensor:
-        """Return [M] bool: the rows that count towards the size of a group."""
+        """Mark [M] bool the rows that count towards the size of their group."""
         return rows["keep"] > 0
 
     def _baselines(
@@ -85,18 +82,20 @@ class OptimalTokenBaseline(AdvantageEstimator, name="optimal_token_baseline"):
         rows["keep"], width = self.counts(rows).long(), int(rows["width"].max())
         names, index = rows["group_ids"].unique(return_inverse=True)
         cell = (index[mine, None] * width + place).flatten()
-        both = (torch.where(mask, x, 0.0).flatten() for x in (returns * weight, weight))
-        sums = torch.stack([sum_groups(x, cell, len(names) * width) for x in both]).to(returns.dtype)
+        terms = (torch.where(mask, x, 0.0).flatten() for x in (returns * weight, weight))
+        sums = torch.stack([sum_groups(x, cell, len(names) * width) for x in terms]).to(returns.dtype)
         sums = sum_over_groups(sums, [group])
         baselines = (sums[0] / (sums[1] + self.eps))[cell].view_as(returns)
-        number = torch.zeros_like(names).index_add(0, index, rows["keep"])[index]
-        baselines = torch.where((number > 1)[mine, None], baselines, 0.0)
+        size = torch.zeros_like(names).index_add(0, index, rows["keep"])[index]
+        baselines = torch.where((size > 1)[mine, None], baselines, 0.0)
         if self.handle_zero_tail:
             lengths = torch.where(rows["keep"] > 0, rows["lengths"], -1).double()
-            two = SampleTable(lengths, rows["group_ids"]).rows.nan_to_num(-1.0)
-            two = torch.cat([two, torch.full_like(two[:, :1], -1)], 1).topk(2).values[index]
-            alone = (lengths == two[:, 0]) & (two[:, 0] > two[:, 1]) & (number > 1)
-            baselines = torch.where(alone[mine, None] & (place >= two[mine, 1:]), 0.0, baselines)
+            by_group = SampleTable(lengths, rows["group_ids"]).rows.nan_to_num(-1.0)
+            longest, second = (
+                torch.cat([by_group, torch.full_like(by_group[:, :1], -1)], 1).topk(2).values[index].unbind(1)
+            )
+            alone = (lengths == longest) & (longest > second) & (size > 1)
+            baselines = torch.where(alone[mine, None] & (place >= second[mine, None]), 0.0, baselines)
         return baselines
 
 
@@ -104,8 +103,7 @@ class OptimalTokenBaseline(AdvantageEstimator, name="optimal_token_baseline"):
 class TIROptimalTokenBaseline(OptimalTokenBaseline, name="tir_optimal_token_baseline"):
     """`OptimalTokenBaseline` for multi-turn answers (TIR, arXiv 2602.07078): places skip masked holes.
 
-    The t-th sampled token of an answer is compared with the t-th of the others, whatever tools returned in between. An answer
-    without a valid token is not in its group.
+    Place t is an answer's t-th sampled token. An answer without a valid token does not count in its group.
     """
 
     handle_zero_tail: bool = True

@@ -18,16 +18,14 @@ class GAE(NamedTuple):
 
 
 def terminal_rewards(rewards: Tensor, mask: Tensor, kl: Tensor | None = None, kl_coefficient: float = 0.0) -> Tensor:
-    """Compute r_t = −c·kl_t, plus the sample's reward at its last valid token, [N, S]; 0 outside the mask.
+    """Compute [N, S] r_t = −c·kl_t, plus the sample's reward at its last valid token; 0 if masked.
 
     >>> terminal_rewards(torch.tensor([2.0]), torch.tensor([[0, 1, 1, 0]]))
     tensor([[0., 0., 2., 0.]])
 
     Args:
-        rewards: [N]; a row without a valid token gets none.
-        mask: [N, S] valid tokens.
-        kl: [N, S], needed if `kl_coefficient` is not 0; may be NaN outside the mask.
-        kl_coefficient: c.
+        rewards: [N]; a row without a valid token gets none. mask: [N, S] valid tokens.
+        kl: [N, S], needed if `kl_coefficient` (c) is not 0; may be NaN outside the mask.
     """
     keep = mask.bool()
     column = torch.arange(keep.shape[1], device=keep.device)
@@ -41,18 +39,13 @@ def terminal_rewards(rewards: Tensor, mask: Tensor, kl: Tensor | None = None, kl
 
 
 def discounted_returns(token_rewards: Tensor, mask: Tensor, gamma: float = 1.0) -> Tensor:
-    """Compute G_t = Σ_{s≥t} γ^{(valid tokens from t to s)} r_s over the valid tokens; holes do not count.
+    """Compute G_t = Σ_{s≥t} γ^{(valid tokens from t to s)} r_s; masked holes do not count.
 
     >>> discounted_returns(torch.tensor([[1.0, 0.0, 4.0]]), torch.tensor([[1, 0, 1]]), gamma=0.5)
     tensor([[3., 0., 4.]])
 
     Args:
-        token_rewards: [N, S].
-        mask: [N, S] valid tokens, in any pattern; results are 0 outside.
-        gamma: γ in [0, 1].
-
-    Raises:
-        ValueError: shapes that differ, or γ outside [0, 1].
+        token_rewards, mask: [N, S]; valid tokens in any pattern, results are 0 outside. gamma: γ in [0, 1].
     """
     _check(token_rewards, mask, gamma=gamma)
     order, keep = _compaction(mask)
@@ -76,19 +69,15 @@ def gae(
 
         δ_t = r_t + γ V_{t'} − V_t        A_t = δ_t + γλ A_{t'}        R_t = A_t + V_t
 
-    t' is the next valid token: masked holes (tool results, observations) are skipped. After the last one V is 0, or the row's
-    bootstrap value. VAPO (arXiv 2504.05118) has another λ for R.
+    t' is the next valid token: masked holes (tool results, observations) are skipped. After the last valid token V is 0, or the
+    row's bootstrap value.
 
     Args:
         token_rewards, values: [N, S]; `values[:, t]` is the value of the state before token t.
         mask: [N, S] valid tokens, in any pattern; elsewhere values may be NaN.
-        gamma: γ in [0, 1].
-        lam: λ in [0, 1] of the advantages, or [N] one per row.
-        value_lam: λ of the returns; None: the same.
+        gamma: γ in [0, 1]. lam: λ in [0, 1] of the advantages, or [N] one per row.
+        value_lam: λ of the returns; None: `lam`. VAPO (arXiv 2504.05118) has another.
         bootstrap_values: [N] the value after the last token of a truncated response, 0 for a finished one.
-
-    Raises:
-        ValueError: shapes that differ, or γ or λ outside [0, 1].
     """
     lams = {name: x for name, x in (("lam", lam), ("value_lam", value_lam)) if isinstance(x, (int, float))}
     _check(token_rewards, mask, gamma=gamma, **lams)
@@ -115,10 +104,7 @@ def length_adaptive_lambda(mask: Tensor, alpha: float) -> Tensor:
 
 
 def reverse_scan(x: Tensor, factor: Tensor) -> Tensor:
-    """Compute y_t = x_t + f·y_{t+1} along the columns of x [N, S], in ⌈log2 S⌉ doublings; f [N] in [0, 1].
-
-    After j doublings y_t = Σ_{k<2^j} f^k x_{t+k}. Only powers of f occur: nothing overflows or is divided.
-    """
+    """Compute y_t = x_t + f·y_{t+1} along the columns of x [N, S], in ⌈log2 S⌉ doublings; f [N] in [0, 1]."""
     power, step = factor.to(x.dtype)[:, None], 1
     while step < x.shape[1]:
         x = torch.cat([x[:, :-step] + power * x[:, step:], x[:, -step:]], 1)
@@ -127,7 +113,7 @@ def reverse_scan(x: Tensor, factor: Tensor) -> Tensor:
 
 
 def _compaction(mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Return [N, S] the column for each place, valid ones first in order, and which places are valid."""
+    """Return [N, S] the columns ordered with the valid ones first, and which of these places are valid."""
     keep = mask.bool()
     order = keep.logical_not().to(torch.uint8).argsort(dim=1, stable=True)
     return order, keep.gather(1, order)

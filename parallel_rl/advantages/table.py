@@ -1,4 +1,4 @@
-"""Samples of a step by group, of all data ranks: means and deviations that do not depend on the split."""
+"""Samples of a step by group, over all data ranks, with means and deviations."""
 
 from __future__ import annotations
 
@@ -23,8 +23,7 @@ class SampleTable:
     """M samples with rewards, group ids and other columns, in float64.
 
     Args:
-        rewards: [M].
-        group_ids: [M] integers, in any order.
+        rewards: [M]. group_ids: [M] integers, in any order.
         columns: [M] or [M, K] by name, such as `lengths`, the valid tokens of each sample.
     """
 
@@ -47,7 +46,7 @@ class SampleTable:
 
     @cached_property
     def alone(self) -> Tensor:
-        """Return [M] bool: the sample is its whole group."""
+        """Return [M] bool: the group has one sample."""
         return self.count == 1
 
     @cached_property
@@ -57,7 +56,7 @@ class SampleTable:
 
     @cached_property
     def constant(self) -> Tensor:
-        """Return [M] bool: all rewards of the group are equal, to the bit, without a rounded mean."""
+        """Return [M] bool: all rewards of the group are equal to the bit."""
         return self._extreme("amin", torch.inf) == self.top
 
     @cached_property
@@ -77,12 +76,9 @@ class SampleTable:
         return variance.sqrt()[self.index]
 
     def deviation_of_others(self) -> Tensor:
-        """Return [M] the unbiased deviation of the group without the sample; 0 if it is rounding, or n ≤ 2.
-
-        Sums run over the other samples, about the median: subtracting an outlier from a full sum would cancel.
-        """
-        middle = self.rows.sort(1).values.gather(1, (self.size[:, None] - 1) // 2)  # NaN is last
-        rows = torch.where(self.rows.isnan(), 0.0, self.rows - middle)
+        """Return [M] the unbiased deviation of the group without the sample; 0 if it is rounding, or n ≤ 2."""
+        median = self.rows.sort(1).values.gather(1, (self.size[:, None] - 1) // 2)  # NaN is last
+        rows = torch.where(self.rows.isnan(), 0.0, self.rows - median)  # about the median: an outlier cancels no digits
         n = self.count
         mean = self._of_others(rows) / (n - 1).clamp(min=1)
         square = self._of_others(rows.square()) - (n - 1) * mean.square()
@@ -102,7 +98,7 @@ class SampleTable:
         return self.spread(self.rewards, torch.nan)
 
     def spread(self, x: Tensor, behind: float) -> Tensor:
-        """Spread [M] to [G, n_max], one group a row."""
+        """Spread [M] to [G, n_max], one group a row, padded with `behind`."""
         rows = x.new_full((len(self.names), int(self.size.max())), behind)
         rows[self.index, self.place] = x
         return rows
@@ -128,16 +124,14 @@ class SampleTable:
 
 
 def gather_samples(columns: Mapping[str, Tensor], group: ProcessGroup | None) -> tuple[dict[str, Tensor], slice]:
-    """Gather the rows of all ranks in rank order, and the slice of this rank's; ranks may hold none.
-
-    Integers and float64 travel as the same eight bytes, in one all-gather after one of the numbers of rows.
+    """Gather the rows of all ranks in rank order, in two all-gathers; ranks may hold no row.
 
     Args:
         columns: [n] or [n, k] each, integers or floats, the same names and k on every rank.
         group: the data ranks; None is one process.
 
     Returns:
-        name → [M] or [M, k], int64 or float64, on the columns' device; the slice.
+        name → [M] or [M, k], int64 or float64, on the columns' device; the slice of this rank's rows.
     """
     home = next(iter(columns.values())).device
     wide = {name: x.double() if x.is_floating_point() else x.long() for name, x in columns.items()}
@@ -166,9 +160,8 @@ def by_group(
 
     Args:
         score: from a table of M samples to [M].
-        columns: rewards [N] or reward_components [N, K] (without rewards, summed), group_ids [N], and what `score` reads.
-        keep: [N] bool.
-        group: the data ranks, which all call this.
+        columns: rewards [N] or reward_components [N, K] (summed without rewards), group_ids [N], and the columns of `score`.
+        keep: [N] bool. group: the data ranks, which all call this.
 
     Raises:
         ValueError: on all ranks alike: no rank has a sample, or `score` raises.

@@ -1,4 +1,4 @@
-"""Estimators of a single sample: its reward, tokens, value function, greedy answer or teacher."""
+"""Estimators of a single sample, by reward, tokens, values, greedy answer or teacher; masks of tokens by entropy (CLIP-B)."""
 
 from __future__ import annotations
 
@@ -23,8 +23,7 @@ if TYPE_CHECKING:
 class Reinforce(AdvantageEstimator, name="reinforce"):
     """A_t = G_t, the token's discounted return: the reward itself if γ = 1 without KL (Williams 1992).
 
-    Attributes:
-        gamma: γ in [0, 1].
+    gamma: γ in [0, 1].
     """
 
     gamma: float = 1.0
@@ -44,7 +43,7 @@ class Reinforce(AdvantageEstimator, name="reinforce"):
 class ReinforcePlusPlus(Reinforce, name="reinforce_plus_plus"):
     """A_t = G_t with the KL in the reward, whitened over the step (REINFORCE++, arXiv 2501.03262).
 
-    Masked holes (tool results) are skipped: tokens before a hole are rewarded for what comes after it.
+    Returns pass over masked holes (tool results).
     """
 
     whiten: Whitening = "population"
@@ -59,7 +58,6 @@ class ReMax(Reinforce, name="remax"):
     def tokens(
         self, batch: Mapping[str, Tensor], scores: Tensor, mask: Tensor, group: ProcessGroup | None
     ) -> Advantages:
-        """Compute [N, S] returns, less the greedy rewards on every valid token."""
         returns = super().tokens(batch, scores, mask, group).returns
         return Advantages(torch.where(mask, returns - batch["greedy_rewards"][:, None], 0.0), returns)
 
@@ -101,7 +99,6 @@ class GAEEstimator(AdvantageEstimator, name="gae"):
     def tokens(
         self, batch: Mapping[str, Tensor], scores: Tensor, mask: Tensor, group: ProcessGroup | None
     ) -> Advantages:
-        """Compute [N, S] advantages and value targets."""
         rewards = terminal_rewards(scores, mask, batch.get("kl"), self.kl_coefficient)
         lam = length_adaptive_lambda(mask, self.length_adaptive) if self.length_adaptive else self.lam
         last = batch["bootstrap_values"] if self.bootstrap else None
@@ -112,10 +109,9 @@ class GAEEstimator(AdvantageEstimator, name="gae"):
 class OnPolicyDistillation(AdvantageEstimator, name="on_policy_distillation"):
     """A_t = c·(log p_teacher − log p_old) of the sampled token: the reverse KL's policy gradient alone.
 
-    No reward is read; with a reward use the option `teacher_kl` of any other estimator. Papers: arXiv 2306.13649, 2601.02780.
+    It reads no reward; with a reward use the option `teacher_kl` of another estimator. Papers: arXiv 2306.13649, 2601.02780.
 
-    Attributes:
-        coefficient, estimator, log_prob_min_clamp, loss_max_clamp: see `TeacherKL`.
+    coefficient, estimator, log_prob_min_clamp, loss_max_clamp: see `TeacherKL`.
     """
 
     coefficient: float = 1.0
@@ -127,7 +123,7 @@ class OnPolicyDistillation(AdvantageEstimator, name="on_policy_distillation"):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._word()
+        self._teacher_term()  # validates the options
         for name in ("kl_coefficient", "teacher_kl"):
             if getattr(self, name):
                 raise ValueError(
@@ -138,17 +134,16 @@ class OnPolicyDistillation(AdvantageEstimator, name="on_policy_distillation"):
     def tokens(
         self, batch: Mapping[str, Tensor], scores: Tensor, mask: Tensor, group: ProcessGroup | None
     ) -> Advantages:
-        """Compute [N, S] the negative estimated KL to the teacher."""
-        taught = self._word()(batch["prev_logprobs"], batch["teacher_token_logprobs"])
-        values = torch.where(mask, taught, 0.0)
+        term = self._teacher_term()(batch["prev_logprobs"], batch["teacher_token_logprobs"])
+        values = torch.where(mask, term, 0.0)
         return Advantages(values, values)
 
-    def _word(self) -> TeacherKL:
+    def _teacher_term(self) -> TeacherKL:
         return TeacherKL(self.coefficient, self.estimator, self.log_prob_min_clamp, self.loss_max_clamp)
 
 
 def entropy_signal(logprobs: Tensor, entropy: Tensor, mask: Tensor) -> Tensor:
-    """Compute S = p·(H + log p) of the sampled token, how its probability moves the entropy; 0 if masked."""
+    """Compute S = p·(H + log p) of the sampled token, its effect on the entropy; 0 if masked."""
     keep = mask.bool()
     safe, h = torch.where(keep, logprobs, 0.0), torch.where(keep, entropy, 0.0)
     return torch.where(keep, safe.exp() * (h + safe), 0.0)
@@ -160,7 +155,7 @@ def clip_by_batch(
     """Keep tokens by CLIP-B: all with A ≥ 0, and those with S − mean ≥ −μ·std over the step's tokens.
 
     Args:
-        advantages, signal, mask: one shape; `signal` as of `entropy_signal`; std is the population's.
+        advantages, signal, mask: one shape; `signal` from `entropy_signal`, its std is the population's.
         mu: μ ≥ 0.
         group: the data ranks, which all call this; None is one process.
 
@@ -173,6 +168,6 @@ def clip_by_batch(
     if not mu >= 0:
         raise ValueError(f"mu = {mu} must be at least 0")
     keep = mask.bool()
-    of_step = moments(signal, keep, group)
-    below = signal.double() - of_step.mean < -mu * of_step.variance().sqrt()
+    step = moments(signal, keep, group)
+    below = signal.double() - step.mean < -mu * step.variance().sqrt()
     return keep & ~(below & (torch.where(keep, advantages, 0.0) < 0))

@@ -1,4 +1,4 @@
-"""More estimators by group, which weigh samples or groups, drop some, or sum several rewards."""
+"""Estimators by group that weigh samples or groups, drop some, or sum several rewards."""
 
 from __future__ import annotations
 
@@ -26,8 +26,7 @@ class CPGD(GroupedEstimator, name="cpgd"):
     Attributes:
         normalize: "population": (r − mean)/(population std + eps); "clip_filter": (r − mean)·min(P/P', weight_clip) with P
             prompts, P' of them with unequal rewards; "none": r − mean.
-        eps: added to the deviation.
-        weight_clip: the largest weight of "clip_filter"; None: 3.
+        eps: added to the deviation. weight_clip: the largest weight of "clip_filter"; None: 3.
     """
 
     normalize: Literal["population", "clip_filter", "none"] = "population"
@@ -59,7 +58,7 @@ class OPO(GroupedEstimator, name="opo"):
     def compare(self, table: SampleTable) -> Tensor:
         lengths = table.columns["lengths"].double()
         weight = table.sums(lengths).clamp(min=1)
-        # about the mean: exactly 0 is then subtracted from equal rewards
+        # about the mean, so that equal rewards give exactly 0
         return table.centred - (table.sums(lengths * table.centred) / weight)[table.index]
 
 
@@ -67,10 +66,8 @@ class OPO(GroupedEstimator, name="opo"):
 class GPG(GroupedEstimator, name="gpg"):
     """A_i = α·(r_i − mean)/f (GPG, arXiv 2504.02546); α makes up for samples without gradient.
 
-    Attributes:
-        scale: α: "informative": N / samples in groups with unequal rewards (the paper); "nonzero": N / nonzero rewards
-            (verl); "none": 1.
-        f_norm: f.
+    scale: α: "informative": N / samples in groups with unequal rewards (the paper); "nonzero": N / nonzero rewards (verl);
+        "none": 1. f_norm: f.
     """
 
     scale: Literal["informative", "nonzero", "none"] = "informative"
@@ -92,9 +89,7 @@ class GPG(GroupedEstimator, name="gpg"):
 class PassAtK(GroupedEstimator, name="pass_at_k"):
     """A = r_max − r_second for the best sample of a group, 0 for the others (pass@k, arXiv 2503.19595).
 
-    Attributes:
-        normalize: "std" divides by the group's unbiased deviation + eps.
-        eps: see `normalize`.
+    normalize: "std" divides by the group's unbiased deviation + eps. eps: see `normalize`.
     """
 
     normalize: Literal["std", "none"] = "none"
@@ -112,12 +107,10 @@ class PassAtK(GroupedEstimator, name="pass_at_k"):
 class REC(GroupedEstimator, name="rec"):
     """A_i = r_i − mean of the group's kept samples (REC, arXiv 2509.24203); a dropped sample gets 0.
 
-    Attributes:
-        drop: "none", or "balance": drop random samples below the mean until they are no more than the rest, by (seed,
-            `sample_ids`), alike for any split.
-        normalize: "population" divides by the kept samples' population deviation + eps; "none".
-        eps: see `normalize`.
-        seed: of the choice; change it each step.
+    drop: "none", or "balance": drop samples below the mean until they are no more than the rest, at random by (seed,
+        `sample_ids`).
+    normalize: "population" divides by the kept samples' population deviation + eps; "none". eps: see `normalize`. seed: seed
+        of the choice; change it each step.
     """
 
     drop: Literal["none", "balance"] = "none"
@@ -143,9 +136,8 @@ class REC(GroupedEstimator, name="rec"):
             order = table.spread(torch.where(below, keys, _LAST), _LAST).argsort(1).argsort(1)
             others = table.sums((~below).double())[table.index]
             keep = ~below | (order[table.index, table.place] < others)
-        kept = SampleTable(
-            table.rewards[keep], table.group_ids[keep]
-        )  # every group keeps one: some sample is not below
+        # every group keeps a sample: some are not below the mean
+        kept = SampleTable(table.rewards[keep], table.group_ids[keep])
         scores = torch.zeros_like(table.rewards)
         scores[keep] = kept.centred
         if self.normalize == "population":
@@ -159,9 +151,8 @@ class GDPO(GroupedEstimator, name="gdpo"):
 
         a_i = Σ_k w_k·GRPO_k(i)        A_i = (a_i − mean)/unbiased std over all samples; where that is 0: a_i − mean
 
-    Attributes:
-        weights: w_k, one per column of `reward_components`; None: all 1.
-        eps: of GRPO with leave-one-out baseline and deviation, as in NeMo-RL.
+    weights: w_k, one per column of `reward_components`; None: all 1. eps: of GRPO with leave-one-out baseline and deviation, as
+        in NeMo-RL.
     """
 
     weights: tuple[float, ...] | None = None
@@ -170,7 +161,6 @@ class GDPO(GroupedEstimator, name="gdpo"):
     fields: ClassVar[tuple[str, ...]] = ("reward_components", "group_ids", "token_mask")
 
     def check_batch(self, batch: Mapping[str, Tensor]) -> None:
-        """Refuse fewer than two components, or weights that are not one per component."""
         count = batch["reward_components"].shape[1]
         if count < 2:
             raise ValueError(f"reward_components has {count} columns; gdpo needs at least 2 (grpo takes one reward)")
@@ -182,9 +172,9 @@ class GDPO(GroupedEstimator, name="gdpo"):
     def compare(self, table: SampleTable) -> Tensor:
         components = table.columns["reward_components"].double()
         weights = self.weights or (1.0,) * components.shape[1]
-        one = GRPO(baseline="leave_one_out", normalize="leave_one_out", singleton=self.singleton, eps=self.eps)
+        grpo = GRPO(baseline="leave_one_out", normalize="leave_one_out", singleton=self.singleton, eps=self.eps)
         columns = zip(weights, components.unbind(1), strict=True)
-        total = torch.stack([w * one.scores(table.with_rewards(column)) for w, column in columns]).sum(0)
+        total = torch.stack([w * grpo.scores(table.with_rewards(column)) for w, column in columns]).sum(0)
         centred = torch.where((total == total[0]).all(), 0.0, total - total.mean())
         deviation = (centred.square().sum() / max(len(total) - 1, 1)).sqrt()
         return torch.where(deviation > 0, centred / deviation, centred)

@@ -16,12 +16,12 @@ from parallel_rl.groups import ParallelGroups, sum_over_ranks
 
 @dataclass(frozen=True)
 class DynamicSampling:
-    """Keep a prompt iff low < its mean raw reward < high, and draw others (DAPO, arXiv 2503.14476).
+    """Keep a prompt iff low < its mean raw reward < high, and sample others (DAPO, arXiv 2503.14476).
 
     Attributes:
         low, high: excluded bounds of the mean, in the unit of the rewards.
-        max_rounds: sampling rounds in all, including the first.
-        exhausted: after the last round, missing prompts are an "error", or "mask": the last samples stay with `sample_mask` 0.
+        max_rounds: sampling rounds, including the first.
+        exhausted: if prompts are missing after all rounds: "error", or "mask", which keeps the last ones with `sample_mask` 0.
     """
 
     low: float = 0.0

@@ -52,10 +52,10 @@ class SoftOverlong(Overlong, name="dapo"):
     """r + factor·clamp((max_length − buffer − n)/buffer, −1, 0) (DAPO, arXiv 2503.14476).
 
     Attributes:
-        max_length: tokens of a response at most.
-        buffer: tokens before that over which the penalty grows.
-        factor: the largest penalty.
-        bounded: False: the penalty keeps growing beyond `max_length` (LightRFT, verl, NeMo-RL).
+        max_length: largest number of tokens of a response.
+        buffer: the penalty grows from 0 over the last `buffer` tokens before `max_length`.
+        factor: the penalty at `max_length`.
+        bounded: False lets the penalty grow beyond `max_length` (LightRFT, verl, NeMo-RL).
     """
 
     max_length: int
@@ -78,7 +78,7 @@ class SoftOverlong(Overlong, name="dapo"):
 class StopProperly(Overlong, name="stop_properly"):
     """Multiply a truncated response's reward by a coefficient, or replace it by a negative one (ProRL).
 
-    coefficient: from 0 to 1 a factor, below 0 the reward itself.
+    coefficient: in [0, 1] the factor; below 0 the new reward.
     """
 
     coefficient: float = 0.0

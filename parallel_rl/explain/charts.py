@@ -1,4 +1,4 @@
-"""Building blocks of the page: sections and tables, and charts as SVG that loads nothing."""
+"""Sections and tables of the page, and charts as SVG."""
 
 from __future__ import annotations
 
@@ -33,9 +33,7 @@ _SETTINGS = {
 
 
 class Drawing:
-    """A chart, and its markup once it is closed."""
-
-    svg = ""
+    svg = ""  # set when the chart is closed
 
 
 @contextmanager
@@ -53,7 +51,7 @@ def _axes(key: str, height: float = 2.6) -> Iterator[tuple[Drawing, Any]]:
 
 
 def _inline(text: str, key: str) -> str:
-    """Return the svg element alone, with ids that no other chart of the page has."""
+    """Return the svg element with ids that begin with `key`, unique on the page."""
     text = text[text.index("<svg") :]
     text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.S)
     text = re.sub(r'\bid="([^"]+)"', rf'id="{key}-\1"', text)
@@ -75,13 +73,7 @@ def histogram(
     x_label: str,
     bounds: Sequence[tuple[float, float]] = (),
 ) -> str:
-    """Draw histograms on log axes, one over the other; tails beyond the edges are bars at both ends.
-
-    Args:
-        key: of its ids.
-        parts: with the same edges.
-        bounds: ranges to mark, such as the clip's of each part.
-    """
+    """Draw histograms with equal edges on log axes; end bars are the tails, `bounds` are marked ranges."""
     with _axes(key) as (drawing, figure):
         axes: Axes = figure.subplots()
         step = parts[0].edges[1] / parts[0].edges[0]
@@ -123,7 +115,7 @@ def _plain_ticks(axes: Axes, low: float, high: float) -> None:
 def lines(
     key: str, panels: Mapping[str, Sequence[tuple[np.ndarray, np.ndarray]]], labels: Sequence[str], x_label: str
 ) -> str:
-    """Draw a panel for each name under one x axis, with a line for each step: (places, values)."""
+    """Draw a panel per name under one x axis, with a line (places, values) per step."""
     from matplotlib.ticker import MaxNLocator
 
     with _axes(key, 1.0 + 1.35 * len(panels)) as (drawing, figure):
@@ -144,7 +136,7 @@ def lines(
 
 
 def bars(key: str, names: Sequence[str], parts: Sequence[Sequence[float]], labels: Sequence[str], x_label: str) -> str:
-    """Draw horizontal bars, for each name one of each step; return "" if all values are 0."""
+    """Draw a horizontal bar per name and step; return "" if all values are 0."""
     if not any(value for values in parts for value in values):
         return ""
     with _axes(key, 0.7 + 0.32 * len(names) * len(parts)) as (drawing, figure):
@@ -170,10 +162,7 @@ Cell = str | int | float | None
 
 @dataclass(frozen=True)
 class Table:
-    """Numbers under a caption; the first column names the row.
-
-    A long table that is drawn as well is not printed on paper.
-    """
+    """Numbers under a caption, the first column the row's name; `on_paper` false hides it in print."""
 
     caption: str
     head: tuple[str, ...]
@@ -183,12 +172,7 @@ class Table:
 
 @dataclass(frozen=True)
 class Section:
-    """One question that the page answers.
-
-    Attributes:
-        key: of its link. title, says: for the reader.
-        tables: shown. svg: the chart. details: tables that are folded away.
-    """
+    """Section of the page with link `key`: text `says`, chart, tables, and folded tables `details`."""
 
     key: str
     title: str
@@ -200,7 +184,7 @@ class Section:
 
 @dataclass(frozen=True)
 class Sides:
-    """One or two steps and how they are called in tables and charts."""
+    """One or two steps and their labels."""
 
     steps: tuple[Step, ...]
 
@@ -213,7 +197,7 @@ class Sides:
         return first, *(f"{name} {label}".strip() for label in self.labels for name in names)
 
     def compared(self, caption: str, first: str, of_steps: Sequence[Mapping[str, Cell]]) -> Table:
-        """Return a row per name under `first`, with one number per step; of two, their difference too."""
+        """Make a table with a row per name: one number per step and, of two steps, the difference."""
         rows: list[tuple[Cell, ...]] = []
         for name in dict.fromkeys(name for one in of_steps for name in one):
             values = [one.get(name) for one in of_steps]

@@ -1,4 +1,4 @@
-"""Write one optimizer step to files: a folder with one file a data rank, JSON and arrays, nothing pickled."""
+"""Write one optimizer step to a folder: one file per data rank with JSON and arrays, nothing pickled."""
 
 from __future__ import annotations
 
@@ -35,15 +35,12 @@ PIECE = "piece_{:05d}_of_{:05d}.npz"
 
 @dataclass(frozen=True)
 class StepInfo:
-    """Title and texts that a step's reader sees.
-
-    >>> StepInfo("rl step 3", text_of_token=lambda token: "abc"[token]).text_of_token(1)
-    'b'
+    """Title and texts of a dumped step.
 
     Attributes:
         title: of the step.
         text_of_token: the text of one token id, such as `lambda token: tokenizer.decode([token])`; None: ids are shown.
-        pipeline: stages of the pipeline, which the loss's groups do not know.
+        pipeline: number of pipeline stages, which `groups` do not hold.
     """
 
     title: str = ""
@@ -61,9 +58,9 @@ def dump_step(
 ) -> Iterator[LossFunction]:
     """Yield a loss that replaces `loss_fn` in one optimizer step and records the step in `path`.
 
-    The loss gives the same numbers. It also runs its own computation once more on the tokens and takes the gradient by
-    them. That costs a copy to the host a micro-batch and one all-reduce over context ranks. Every data rank writes its own
-    sequences, through its first tensor and context rank; a file appears whole, at the end of the block, or not at all.
+    The loss returns the same numbers. For the record it runs once more per micro-batch, with one all-reduce over context ranks
+    and a copy to the host. The first tensor and context rank of every data rank writes its sequences at the end of the block,
+    atomically.
 
     >>> import tempfile, torch
     >>> from parallel_rl import NLLLoss, count_valid
@@ -76,9 +73,8 @@ def dump_step(
     [0.0, -0.5, -0.5]
 
     Args:
-        path: a folder, made if it is not there; the file of an earlier dump in it is replaced.
-        loss_fn: any loss of this package; it may be called by `forward_backward` or by hand, packed or not, for any number of
-            micro-batches of the step.
+        path: a folder, created if missing; an earlier dump in it is replaced.
+        loss_fn: any loss of this package, called by `forward_backward` or by hand for all micro-batches of the step.
         groups: of the job; None is one process. `ParallelGroups.from_megatron()` under Megatron.
         info: title and texts.
 
@@ -99,7 +95,7 @@ def dump_step(
 
 @dataclass(eq=False)
 class _Rows:
-    """Rows of a micro-batch on the host, each cut to its length."""
+    """Rows of a micro-batch on the host, cut to their lengths."""
 
     lengths: np.ndarray
     tokens: dict[str, np.ndarray]

@@ -1,4 +1,4 @@
-"""The sections of the page: each a chart and the tables of its numbers, for one step or for two side by side."""
+"""The sections of the page, each a chart and its tables, for one step or two side by side."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def _of_ratio(logs: np.ndarray) -> dict[str, Cell]:
 
 
 def _range(step: Step) -> tuple[float, float]:
-    """Return the clip's bounds, between the ratios on both sides of each; infinite without tokens beyond."""
+    """Estimate the clip's bounds from the nearest ratios on both sides; NaN without tokens beyond."""
     ratio, bounds = step.value("ratio"), [np.nan, np.nan]
     if ratio is None:
         return np.nan, np.nan

@@ -1,4 +1,4 @@
-"""Numbers of a step: histograms, effective sample sizes, means by position, who was masked and why."""
+"""Statistics of a step: histograms, effective sample sizes, means by position, reasons for no gradient."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from parallel_rl.losses.policy_metrics import mismatch_values
 if TYPE_CHECKING:
     from parallel_rl.explain.read import Step
 
-_OF_RANGE = ("below_range", "above_range")  # what the clip sees, whether it takes something away or not
+_OF_RANGE = ("below_range", "above_range")  # outside the clip's range, with or without effect on the gradient
 NOT_OWN = "not one of the loss's own tokens, or of weight 0"
 NO_GRADIENT, CARRIES = "no gradient for another reason, such as A = 0", "nothing is taken: it carries gradient"
 REJECTED, _REJECTION = "rejected, trainer and sampler too far apart by ", "rejection, "  # of each of its rules
@@ -30,11 +30,7 @@ _WORDS = {
 
 @dataclass(frozen=True, eq=False)
 class LogHistogram:
-    """Counts of positive numbers in equal bins on a log axis; the outermost bins hold the tails.
-
-    Attributes:
-        edges: [K + 1] of the K inner bins. counts: [K]. below, above: numbers outside of the edges.
-    """
+    """Counts [K] of positive numbers in bins with edges [K + 1], equal on a log axis, and outside."""
 
     edges: np.ndarray
     counts: np.ndarray
@@ -43,7 +39,7 @@ class LogHistogram:
 
 
 def log_edges(logs: np.ndarray) -> np.ndarray:
-    """[61] edges that hold the logarithms (base e), symmetric about 1, within a factor of 1000."""
+    """Choose [61] edges around all exp(logs), symmetric about 1, within a factor of 1000."""
     finite = logs[np.isfinite(logs)]
     reach = min(float(np.abs(finite).max(initial=0.0)) / np.log(10), 3.0)
     reach = max(reach * 1.0001, 1e-3)
@@ -58,10 +54,7 @@ def log_histogram(logs: np.ndarray, edges: np.ndarray) -> LogHistogram:
 
 
 def log_ratio(step: Step) -> tuple[np.ndarray, bool] | None:
-    """Return [T scored] log ρ at the loss's level, and whether it is the loss's.
-
-    A loss without a ratio gives log π − log π_prev.
-    """
+    """Return [T scored] log ρ at the loss's level and True; log π − log π_prev and False without a ratio."""
     ratio = step.value("ratio")
     if ratio is not None:
         return np.log(np.maximum(ratio[step.scored].astype(np.float64), 1e-300)), True
@@ -71,10 +64,7 @@ def log_ratio(step: Step) -> tuple[np.ndarray, bool] | None:
 
 
 def log_mismatch(step: Step) -> np.ndarray | None:
-    """Return [T scored] log π_prev − log π_generation, trainer against sampler.
-
-    0 where the sampler did not keep a token.
-    """
+    """Return [T scored] log π_prev − log π_generation; 0 for tokens not in the sampling mask."""
     if "generation_logprobs" not in step.tokens or "logprobs" not in step.tokens:
         return None
     generation = _of(step, "generation_logprobs")
@@ -92,7 +82,7 @@ def mismatch_means(step: Step) -> dict[str, float]:
 
 
 def effective_size(log_weights: np.ndarray) -> float:
-    """(Σω)² / Σω², the number of equally weighted samples that would tell as much."""
+    """Compute the effective sample size (Σω)² / Σω² from log ω."""
     if not len(log_weights):
         return 0.0
     w = np.exp(log_weights - log_weights.max())
@@ -100,21 +90,21 @@ def effective_size(log_weights: np.ndarray) -> float:
 
 
 def by_sequence(step: Step, of_scored: np.ndarray) -> np.ndarray:
-    """[sequences with a scored token] sums of [T scored]."""
+    """Sum [T scored] over each sequence with a scored token."""
     rows = step.row[step.scored]
     sums = np.bincount(rows, of_scored, minlength=len(step.lengths))
     return sums[np.bincount(rows, minlength=len(step.lengths)) > 0]
 
 
 def positions(step: Step) -> np.ndarray:
-    """[T scored] the number of each scored token among those of its sequence, from 1."""
+    """Number [T scored] the scored tokens of each sequence from 1."""
     rows = step.row[step.scored]
     firsts = np.searchsorted(rows, rows)
     return np.arange(len(rows)) - firsts + 1
 
 
 def of_position(step: Step) -> dict[str, np.ndarray]:
-    """[T scored] each of the numbers that are shown by position."""
+    """Return [T scored] the quantities that are shown by position, by name."""
     curves: dict[str, np.ndarray] = {}
     if "entropy" in step.tokens:
         curves["entropy"] = _of(step, "entropy")
@@ -130,13 +120,13 @@ def of_position(step: Step) -> dict[str, np.ndarray]:
 
 
 def position_bins(longest: int) -> np.ndarray:
-    """Edges of at most 32 bins of equal width over positions 1 to `longest`."""
+    """Return the edges of at most 32 bins of equal width over positions 1 to `longest`."""
     width = max(-(-longest // 32), 1)
     return np.arange(1, longest + width + 1, width)
 
 
 def means_by_position(position: np.ndarray, values: np.ndarray, edges: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """[bins] means, NaN for an empty one, and numbers of tokens."""
+    """Compute [bins] means, NaN for an empty bin, and token counts."""
     place = np.digitize(position, edges) - 1
     counts = np.bincount(place, minlength=len(edges) - 1)
     sums = np.bincount(place, values, minlength=len(edges) - 1)
@@ -168,10 +158,7 @@ class Reason:
 
 
 def reasons(step: Step) -> list[Reason]:
-    """Return the reasons in the loss's order; the last holds the tokens with a full gradient.
-
-    Every token is in `first` of one row.
-    """
+    """List the reasons in the loss's order, a full gradient last; each token is in `first` of one."""
     tokens, scored = step.tokens, step.scored
     response_tokens, sample = tokens["token_mask"].astype(bool), step.sequences["sample_mask"].astype(bool)[step.row]
     start = np.full(len(step.lengths), np.iinfo(np.int64).max)
@@ -191,11 +178,11 @@ def reasons(step: Step) -> list[Reason]:
         (NO_GRADIENT, tokens["gradient"] == 0 if "gradient" in tokens else ~rest),
         (CARRIES, rest),
     ]
-    left, rows = rest.copy(), []
+    unexplained, rows = rest.copy(), []
     for words, mask in causes:
-        first = mask & left
+        first = mask & unexplained
         rows.append(Reason(words, first, first if words in (NOT_OWN, NO_GRADIENT, CARRIES) else mask))
-        left &= ~mask
+        unexplained &= ~mask
     return rows
 
 
@@ -208,8 +195,8 @@ def _words(name: str) -> str:
 
 
 def held_back(step: Step, name: str) -> np.ndarray | None:
-    wanted = [x for key, x in step.tokens.items() if key.startswith("held/") and key.rpartition("/")[2] == name]
-    return np.logical_or.reduce(wanted) if wanted else None
+    masks = [x for key, x in step.tokens.items() if key.startswith("held/") and key.rpartition("/")[2] == name]
+    return np.logical_or.reduce(masks) if masks else None
 
 
 def _of(step: Step, name: str) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""The page: one file without a network, from the sections and the text of chosen samples."""
+"""The page: one HTML file that loads nothing, with the sections and the text of chosen samples."""
 
 from __future__ import annotations
 
@@ -26,10 +26,7 @@ _SHOWN = (
 
 @dataclass(frozen=True)
 class Token:
-    """A token in the text.
-
-    mark: its class in the style sheet, "p3" or "n1" for the sign and the size of ∂L/∂log π.
-    """
+    """A token; `mark` is its CSS class, such as "p3" or "n1" for sign and size of ∂L/∂log π."""
 
     text: str
     mark: str
@@ -184,9 +181,8 @@ def page(steps: Sequence[Step], *, most_samples: int = 8, version: str = "") -> 
     """Return the HTML of one step, or of two of one kind side by side.
 
     Args:
-        steps: one or two.
+        steps: one or two. version: of the program, for the footer.
         most_samples: of each step, whose text is shown.
-        version: of the program, for the footer.
 
     Raises:
         ValueError: two steps of different kinds, or a library is missing.

@@ -1,4 +1,4 @@
-"""Read a dumped step back: the files of all data ranks as one, checked."""
+"""Read and check a dumped step from the files of all data ranks."""
 
 from __future__ import annotations
 
@@ -22,16 +22,13 @@ _FAULTS = (zipfile.BadZipFile, zlib.error, EOFError, KeyError, ValueError, NotIm
 
 @dataclass(frozen=True, eq=False)
 class Step:
-    """One optimizer step, the sequences of all data ranks one after the other, cut to their lengths.
+    """One optimizer step: the sequences of all data ranks, concatenated and cut to their lengths.
 
     Attributes:
-        name: for a reader, such as the path.
-        meta: loss, config, counts, metrics.
-        lengths: [N] tokens of each sequence.
-        tokens: name → [T] numbers, T = Σ lengths: the data's fields and what the loss read and made of them.
-        sequences: name → [N].
-        shares: name → number: "loss" and "part/NAME".
-        texts: of token ids.
+        name: for a reader, such as the path. meta: loss, config, counts, metrics.
+        lengths: [N] tokens of each sequence. sequences: name → [N].
+        tokens: name → [T], T = Σ lengths: fields of the data, and inputs and results of the loss.
+        shares: contributions to the loss, "loss" and "part/NAME". texts: of token ids.
     """
 
     name: str
@@ -59,7 +56,7 @@ class Step:
 
     @cached_property
     def scored(self) -> np.ndarray:
-        """Return [T] bool: the tokens that the loss reads."""
+        """Mark [T] bool the tokens that the loss reads."""
         return self.tokens["scored"]
 
     @property
@@ -73,8 +70,8 @@ class Step:
 
     def value(self, name: str) -> np.ndarray | None:
         """Return [T] values of the loss's tokens, from the first component that has them."""
-        wanted = (key for key in self.tokens if key.startswith("value/") and key.rpartition("/")[2] == name)
-        return next((self.tokens[key] for key in wanted), None)
+        keys = (key for key in self.tokens if key.startswith("value/") and key.rpartition("/")[2] == name)
+        return next((self.tokens[key] for key in keys), None)
 
 
 def read_step(path: str | Path) -> Step:

@@ -22,12 +22,11 @@ NOT_KEPT = "held/not_kept"
 
 @dataclass(frozen=True, eq=False)
 class Observed:
-    """One micro-batch, whole on every context rank.
+    """One micro-batch, complete on every context rank.
 
     Attributes:
-        tokens: name → [B, S], token-aligned, float64; 0 where nothing is scored.
-        sequences: name → [B].
-        shares: name of a part → its share, over the context ranks; "loss" is the whole.
+        tokens: name → [B, S], token-aligned, float64; 0 where nothing is scored. sequences: name → [B].
+        shares: name of a part → its contribution to the loss, summed over context ranks; "loss" is the total.
     """
 
     tokens: dict[str, Tensor]
@@ -36,11 +35,10 @@ class Observed:
 
 
 def observe(loss_fn: LossFn, batch: TokenBatch, loss: Tensor) -> Observed:
-    """Rerun the loss on its recorded inputs and take its gradient; one backward a part.
+    """Rerun the loss on its recorded inputs, with each part's gradient; collective over context ranks.
 
-    Columns: "logprobs", "entropy", "head" as the loss read them (the output of a scalar head, or the value of a row);
-    "gradient" ∂L/∂(log π, or head) and "entropy_gradient"; "gradient/PART" of each part; "scored", and "scored/NAME" of a
-    component; "held/REASON" and "value/NAME" of its `Account`. Context ranks all call it.
+    Columns: the inputs "logprobs", "entropy", "head" (of a scalar head, or the value of a row); "gradient" ∂L/∂(log π, or
+    head), "entropy_gradient", "gradient/PART"; "scored", "scored/COMPONENT"; "held/REASON" and "value/NAME" of its `Account`.
 
     Raises:
         RuntimeError: the second run gives another loss than the first.
@@ -79,7 +77,6 @@ def observe(loss_fn: LossFn, batch: TokenBatch, loss: Tensor) -> Observed:
 
 
 def _as_leaves(output: ModelOutput) -> tuple[ModelOutput, dict[str, Tensor]]:
-    """Return the same numbers as the leaves of a graph, and the leaves by name."""
     leaves: dict[str, Tensor] = {}
 
     def leaf(name: str, x: Tensor) -> Tensor:
@@ -107,10 +104,7 @@ def _as_leaves(output: ModelOutput) -> tuple[ModelOutput, dict[str, Tensor]]:
 
 
 def _gradients(value: Tensor, leaves: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the gradients by name.
-
-    "gradient" is of the log-probs, or of a head; "entropy_gradient"; "NAME/gradient" is of what a component read by itself.
-    """
+    """Return "gradient" (of log-probs or head), "entropy_gradient", and "COMPONENT/gradient"."""
     by_name: dict[str, Tensor | None] = dict.fromkeys(leaves)
     if value.requires_grad:
         grads = torch.autograd.grad(value, list(leaves.values()), allow_unused=True, retain_graph=True)
@@ -130,7 +124,7 @@ def _gradients(value: Tensor, leaves: Mapping[str, Tensor]) -> dict[str, Tensor]
 
 
 def _whole(columns: Mapping[str, Tensor], batch: TokenBatch) -> dict[str, Tensor]:
-    """Convert columns [T_local] to [B, S] in one all-reduce; several values of a token are summed."""
+    """Convert columns [T_local] or [T_local, K], summed over K, to [B, S] in one all-reduce."""
     local = batch.local
     rows = [(x if x.dim() == 1 else x.sum(-1)).detach().double() for x in columns.values()]
     whole = local.layout.unshard(torch.stack(rows, 1), local.context_group, local.requirements.shift)

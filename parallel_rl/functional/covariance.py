@@ -13,23 +13,22 @@ from parallel_rl.functional.surrogate import Clipped, PolicyTerms, Surrogate, dr
 
 
 def _covariance(terms: PolicyTerms) -> tuple[Tensor, Tensor]:
-    """Compute (A − mean A)·(l − mean l) of local tokens and of the step (NaN if masked), by step means."""
-    all_advantages, all_logprobs = terms.samples["advantages"], terms.samples["logprobs"]
-    pairs = (terms.advantages, all_advantages), (terms.logprobs.detach(), all_logprobs)
-    (here, step), (here_too, step_too) = (_centred(x.double(), samples) for x, samples in pairs)
-    return here * here_too, step * step_too
+    """Compute (A − mean A)·(l − mean l) for local tokens and for all of the step (NaN if masked)."""
+    advantages, all_advantages = _centred(terms.advantages.double(), terms.samples["advantages"])
+    logprobs, all_logprobs = _centred(terms.logprobs.detach().double(), terms.samples["logprobs"])
+    return advantages * logprobs, all_advantages * all_logprobs
 
 
 def _centred(x: Tensor, samples: Tensor) -> tuple[Tensor, Tensor]:
-    """Subtract the samples' mean from both; exactly 0 if all samples are equal, without rounding."""
-    mean, unset = samples.nanmean(), samples.isnan()
+    """Subtract the samples' mean from both; exactly 0 if all samples are equal."""
+    mean, masked = samples.nanmean(), samples.isnan()
     if not samples.numel():
         return x - mean, samples - mean
-    equal = torch.where(unset, torch.inf, samples).amin() == torch.where(unset, -torch.inf, samples).amax()
-    return torch.where(equal, 0, x - mean), torch.where(equal & ~unset, 0, samples - mean)
+    equal = torch.where(masked, torch.inf, samples).amin() == torch.where(masked, -torch.inf, samples).amax()
+    return torch.where(equal, 0, x - mean), torch.where(equal & ~masked, 0, samples - mean)
 
 
-def _number(samples: Tensor, fraction: float) -> Tensor:
+def _count(samples: Tensor, fraction: float) -> Tensor:
     return ((~samples.isnan()).sum().double() * fraction).floor().clamp(min=1).long()
 
 
@@ -43,11 +42,11 @@ def _kth_largest(values: Tensor, k: Tensor) -> Tensor:
 class ClipCov(Surrogate, name="clip_cov"):
     """PPO's surrogate with the loss of a few high-covariance tokens set to 0.
 
-    Of the step's valid tokens that PPO does not clip, with covariance within (low, high), max(⌊fraction·N⌋, 1) are drawn by
-    (seed, `sample_ids`, position), alike on any layout.
+    Among the step's valid tokens with covariance in (low, high) that PPO does not clip, (seed, `sample_ids`, position) selects
+    max(⌊fraction·N⌋, 1), the same on any layout.
 
-    clip_low, clip_high: PPO's ε on either side of 1. fraction: share of the step's valid tokens. low, high: range of
-    the covariance, both excluded. seed: seed of the choice. Paper: arXiv 2505.22617.
+    clip_low, clip_high: PPO's ε on either side of 1. fraction: fraction of the step's valid tokens. low, high: range of the
+    covariance, both excluded. seed: seed of the choice. Paper: arXiv 2505.22617.
     """
 
     needs_statistics = True
@@ -78,17 +77,16 @@ class ClipCov(Surrogate, name="clip_cov"):
 
     def __call__(self, terms: PolicyTerms) -> Tensor:
         assert terms.random is not None
-        here, step = _covariance(terms)
+        local, step = _covariance(terms)
         eligible = (step > self.low) & (step < self.high) & (terms.samples["clipped"] == 0)
-        # the k eligible tokens with the smallest uniform numbers
-        k = torch.minimum(_number(step, self.fraction), eligible.sum())
+        k = torch.minimum(_count(step, self.fraction), eligible.sum())
         bound = -_kth_largest(torch.where(eligible, -terms.samples["random"], -torch.inf), k.clamp(min=1))
-        chosen = (here > self.low) & (here < self.high) & ~self.clipped(terms).bites & (terms.random <= bound)
+        chosen = (local > self.low) & (local < self.high) & ~self.clipped(terms).bites & (terms.random <= bound)
         clipped = terms.ratio.clamp(1 - self.clip_low, 1 + self.clip_high)
         return torch.where(chosen, 0, clipped_surrogate(terms.ratio, clipped, terms.advantages))
 
     def clipped(self, terms: PolicyTerms) -> Clipped:
-        """Return PPO's clip, without the drawn tokens."""
+        """Return PPO's clip, without the tokens chosen by covariance."""
         low, high = terms.ratio < 1 - self.clip_low, terms.ratio > 1 + self.clip_high
         return Clipped(low, high, driven_out(low, high, terms.advantages))
 
@@ -97,10 +95,9 @@ class ClipCov(Surrogate, name="clip_cov"):
 class KLCov(Surrogate, name="kl_cov"):
     """x = −A·ρ + coefficient·|l − l_old| on the step's tokens with the largest covariance.
 
-    These are max(⌊fraction·N⌋, 1) of the valid tokens. Equal covariances are penalised together, except 0: if all advantages
-    are equal nothing covaries.
+    These are max(⌊fraction·N⌋, 1) valid tokens, and those of equal covariance. A covariance of 0 is never penalised.
 
-    fraction: share of the step's valid tokens. coefficient: weight of the penalty. Paper: arXiv 2505.22617.
+    fraction: fraction of the step's valid tokens. coefficient: weight of the penalty. Paper: arXiv 2505.22617.
     """
 
     needs_statistics = True
@@ -117,7 +114,7 @@ class KLCov(Surrogate, name="kl_cov"):
         return {"advantages": terms.advantages, "logprobs": terms.logprobs}
 
     def __call__(self, terms: PolicyTerms) -> Tensor:
-        here, step = _covariance(terms)
-        bound = _kth_largest(step.nan_to_num(nan=-torch.inf), _number(step, self.fraction))
-        penalty = torch.where((here >= bound) & (here != 0), self.coefficient * terms.token_log_ratio.abs(), 0)
+        local, step = _covariance(terms)
+        bound = _kth_largest(step.nan_to_num(nan=-torch.inf), _count(step, self.fraction))
+        penalty = torch.where((local >= bound) & (local != 0), self.coefficient * terms.token_log_ratio.abs(), 0)
         return -terms.advantages * terms.ratio + penalty

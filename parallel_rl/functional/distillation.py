@@ -11,8 +11,7 @@ from torch import Tensor
 
 from parallel_rl.config.strict import Variants
 
-# replaces log 0 in a KL: finite, so that one forbidden token does not end the training
-LOG_INFINITESIMAL = -100.0
+LOG_INFINITESIMAL = -100.0  # replaces log 0 in a KL: one forbidden token must not make the loss infinite
 _LOWEST = -1e30  # finite, so that 0 · _LOWEST is 0
 
 
@@ -47,7 +46,7 @@ class CrossEntropy(Divergence, name="cross_entropy"):
 
 @dataclass(frozen=True)
 class FiniteCrossEntropy(Divergence, name="finite_cross_entropy"):
-    """−Σ p·log q over tokens that the student does not exclude; other teacher mass is lost (MiniLLM's)."""
+    """−Σ p·log q over tokens that the student allows; ignores other teacher mass (as MiniLLM)."""
 
     def terms(self, log_p: Tensor, log_q: Tensor) -> tuple[Tensor, Tensor]:
         p = _possible(log_p.exp(), log_q)
@@ -67,7 +66,7 @@ class ReverseKL(Divergence, name="reverse_kl"):
 class JSD(Divergence, name="jsd"):
     """β·KL(p ‖ M) + (1 − β)·KL(q ‖ M), M = β·p + (1 − β)·q; at β = 0 forward KL, at β = 1 reverse KL.
 
-    As in GKD (arXiv 2306.13649) these are the limits of JSD/β and JSD/(1 − β); JSD itself goes to 0 at both ends.
+    These ends are the limits of JSD/β and JSD/(1 − β), as in GKD (arXiv 2306.13649).
 
     beta: β.
     """
@@ -152,14 +151,14 @@ def with_tail(log_probs: Tensor) -> Tensor:
 
 
 def reverse_tail(log_q: Tensor, entropy: Tensor) -> Tensor:
-    """Reverse KL outside the top-k, Σ q·(log q − log p), where the teacher's log p counts as −100; [...].
+    """Compute the reverse KL outside the top-k, Σ q·(log q + 100), [...]: the teacher's log p is −100.
 
     >>> q = torch.tensor([0.5, 0.3, 0.2])
     >>> reverse_tail(q[:2].log(), -(q * q.log()).sum())  # 0.2·(log 0.2 + 100)
     tensor(19.6781)
 
     Args:
-        log_q: [..., K] the student's log-probs inside the top-k. entropy: [...] of the whole student.
+        log_q: [..., K] the student's log-probs inside the top-k. entropy: [...] of the student's full distribution.
     """
     q = log_q.exp()
     inside = (q * _finite(log_q)).sum(-1)
@@ -171,12 +170,10 @@ def _finite(log_x: Tensor) -> Tensor:
 
 
 def _possible(p: Tensor, log_q: Tensor) -> Tensor:
-    """Return p where the student does not exclude the token, else 0: there the loss is constant."""
-    return torch.where(log_q == -torch.inf, 0, p)
+    return torch.where(log_q == -torch.inf, 0, p)  # the loss is constant where the student excludes a token
 
 
 def _mixture(log_p: Tensor, log_q: Tensor, weight: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Return both log-probs, made finite, and log(weight·p + (1 − weight)·q)."""
     log_p, log_q = log_p.clamp(min=_LOWEST), log_q.clamp(min=_LOWEST)
     return log_p, log_q, torch.logaddexp(log_p + math.log(weight), log_q + math.log1p(-weight))
 

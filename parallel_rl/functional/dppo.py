@@ -11,8 +11,7 @@ from torch import Tensor
 from parallel_rl.config.strict import positive
 from parallel_rl.functional.surrogate import Clipped, PolicyTerms, Surrogate, driven_out
 
-# added to 1 − p, which may round to 0; as in verl and SkyRL
-FLOOR = 1e-8
+FLOOR = 1e-8  # added to 1 − p, which may round to 0; as in verl and SkyRL
 
 
 def probability_difference(logprobs: Tensor, behaviour: Tensor) -> Tensor:
@@ -25,30 +24,29 @@ def probability_difference(logprobs: Tensor, behaviour: Tensor) -> Tensor:
 
 
 def binary_kl(logprobs: Tensor, behaviour: Tensor) -> Tensor:
-    """Compute KL(behaviour ‖ policy) of "this token or another" from the token's log-probs, same shape.
-
-        q·(log q − log p) + (1 − q)·log((1 − q + ε) / (1 − p + ε)),    p = e^l, q = e^l_b, ε = 1e-8
+    """Compute KL(behaviour ‖ policy) of "this token or another" from the token's log-probs, same shape:
+    q·(log q − log p) + (1 − q)·log((1 − q + ε) / (1 − p + ε)), p = e^l, q = e^l_b, ε = 1e-8.
 
     >>> binary_kl(torch.tensor([0.5, 0.1]).log(), torch.tensor([0.2, 0.1]).log())
     tensor([0.1927, 0.0000])
     """
-    chosen, q = behaviour - logprobs, behaviour.exp()
-    others, others_b = (-x.clamp(max=0).expm1() for x in (logprobs, behaviour))
-    rest = others_b * ((others_b + FLOOR).log() - (others + FLOOR).log())
-    return torch.where(q > 0, q * chosen, 0) + rest
+    q, log_ratio = behaviour.exp(), behaviour - logprobs
+    other_p, other_q = (-x.clamp(max=0).expm1() for x in (logprobs, behaviour))
+    rest = other_q * ((other_q + FLOOR).log() - (other_p + FLOOR).log())
+    return torch.where(q > 0, q * log_ratio, 0) + rest
 
 
 @dataclass(frozen=True)
 class DPPO(Surrogate, name="dppo"):
     """PPO with a trust region of probabilities, as ratios are tight for rare tokens: x = −A·ρ·1[kept].
 
-    A token is above the region if p − p_old > high (tv), or p > p_old and the binary KL exceeds high; below it if p_old − p >
-    low, or p < p_old and the KL exceeds low. It is kept unless A drives it further out: above with A > 0, below with A < 0.
+    A token is above the region if p > p_old and its divergence exceeds high, below it if p < p_old and the divergence exceeds
+    low. It is kept unless A drives it further out: above with A > 0, below with A < 0.
 
-    divergence: tv, a difference of probabilities, or binary_kl, KL(π_old ‖ π) of "this token or another" in nats. low, high:
-        its bounds (0.2 for tv, 0.05 for binary_kl). ratio_max: cap on ρ (verl: 20); None is off. detached: x = −A·sg[min(ρ,
-        ratio_max)]·l·1[kept] (verl): the same gradient, which stays beyond ratio_max. signed: false drops tokens outside the
-        region for any A (prime-rl's IPO). Paper: arXiv 2602.04879.
+    divergence: tv, |p − p_old|, or binary_kl, KL(π_old ‖ π) of "this token or another" in nats. low, high: its bounds (0.2 for
+        tv, 0.05 for binary_kl). ratio_max: cap on ρ (verl: 20); None is off. detached: x = −A·sg[min(ρ, ratio_max)]·l·1[kept]
+        (verl): the gradient continues beyond ratio_max. signed: false drops tokens outside the region for any A
+        (prime-rl's IPO). Paper: arXiv 2602.04879.
     """
 
     token_level = True

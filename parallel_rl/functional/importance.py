@@ -41,8 +41,9 @@ MismatchStatistic = Literal["k1", "k2", "k3", "tv", "binary_kl"]
 def mismatch(prev: Tensor, generation: Tensor, statistic: MismatchStatistic) -> Tensor:
     """Measure the distance of trainer and sampler per token, from both log-probs; same shape.
 
-    With a = prev − generation, clamped to ±20: k1 = a (bounds are given on π_prev/π_generation), k2 = a²/2, k3 = e^a − 1 − a.
-    tv = |π_prev − π_generation|, and `binary_kl` that of "this token or another".
+    With a = prev − generation, clamped to ±20: k1 = a (its bounds are on e^a), k2 = a²/2, k3 = e^a − 1 − a; tv = |π_prev −
+    π_generation|; binary_kl: see `binary_kl`.
+
     >>> mismatch(torch.tensor([-1.0, -1.0]), torch.tensor([-1.0, -2.0]), "k2")
     tensor([0.0000, 0.5000])
     """
@@ -55,15 +56,16 @@ def mismatch(prev: Tensor, generation: Tensor, statistic: MismatchStatistic) -> 
 
 
 def step_bound(samples: Tensor, most: float) -> Tensor:
-    """Return the bound (0-dim) below which samples stay, so that the mean of those is at most `most`.
+    """Return the bound (0-dim) that keeps as many samples below it as a mean of at most `most` allows.
 
-    The largest leave first, equal values together; −inf if all leave, inf if none. NaN samples do not count.
+    Equal samples leave together; −inf if all leave, inf if none. NaN samples do not count.
+
     >>> step_bound(torch.tensor([0.1, 3.0, 0.3, torch.nan, 0.5]), 0.25)
     tensor(0.4000)
     """
     ordered = torch.where(samples.isnan(), torch.inf, samples).sort().values
     number = torch.arange(1, len(ordered) + 1, device=samples.device)
     stay = (running_sum(ordered) / number <= most).sum().view(1)
-    around = torch.cat([ordered.new_full((1,), -torch.inf), ordered, ordered.new_full((1,), torch.inf)])
-    # midway between the last that stays and the first that leaves: rounding moves no sample across
-    return ((around.gather(0, stay) + around.gather(0, stay + 1)) / 2)[0]
+    padded = torch.cat([ordered.new_full((1,), -torch.inf), ordered, ordered.new_full((1,), torch.inf)])
+    # midway between the last sample below and the first above, so that rounding moves none across
+    return ((padded.gather(0, stay) + padded.gather(0, stay + 1)) / 2)[0]

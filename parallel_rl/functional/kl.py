@@ -39,19 +39,17 @@ def kl_estimate(
 ) -> Tensor:
     """Estimate KL(π ‖ π_ref) from samples of π, per token.
 
-    With d = log π_ref − log π: k1 = −d, k2 = d²/2, k3 = e^d − 1 − d, "abs" = |d|; "low_var_kl" is k3 with fixed clamps, d to
-    ±20 and the estimate to ±10. The weight multiplies the value before the output clamp and keeps its gradient, the
-    score-function term: with weight exp(l − sg[l]) k3's gradient per token is (log π − log π_ref)·∇log π, that of the true
-    KL. Where the input clamp bites, both gradients vanish. If d is infinite, or k3's e^d exceeds e^80, estimate and gradient
-    are 0. Papers: http://joschu.net/blog/kl-approx.html (estimators), arXiv 2506.09477 (gradients).
-    >>> logprobs, reference = torch.tensor([-1.0, -2.0]), torch.tensor([-1.0, -1.0])
-    >>> kl_estimate(logprobs, reference, "k2")
+    With d = log π_ref − log π: k1 = −d, k2 = d²/2, k3 = e^d − 1 − d, "abs" = |d|; "low_var_kl" is k3 with d clamped to ±20 and
+    the estimate to ±10. The module's table has their gradients. If d is infinite, or k3's e^d exceeds e^80, estimate and
+    gradient are 0. Papers: http://joschu.net/blog/kl-approx.html (estimators), arXiv 2506.09477 (gradients).
+
+    >>> kl_estimate(torch.tensor([-1.0, -2.0]), torch.tensor([-1.0, -1.0]), "k2")
     tensor([0.0000, 0.5000])
 
     Args:
         logprobs, reference: one shape.
-        input_clamp, output_clamp: bounds on |d| before the exponential, and on the absolute estimate; None is off.
-        weight: importance weight of the sample, same shape.
+        input_clamp, output_clamp: bounds on |d| before the exponential (no gradient beyond), and on |estimate|; None is off.
+        weight: importance weight of the sample, same shape, applied before the output clamp; it keeps its gradient.
     """
     return kl_with_overflow(
         logprobs, reference, kind, input_clamp=input_clamp, output_clamp=output_clamp, weight=weight
@@ -71,6 +69,7 @@ def kl_with_overflow(
     """Compute `kl_estimate`, and bool where it overflows and is 0 (None if the input clamp bounds it).
 
     With `gradient_of_k2` the value is that of `kind` and the gradient that of k2 (straight-through).
+
     >>> kl_with_overflow(torch.tensor([-1.0, -1.0, -100.0]), torch.tensor([-2.0, -torch.inf, -1.0]))
     (tensor([0.3679, 0.0000, 0.0000]), tensor([False,  True,  True]))
     """

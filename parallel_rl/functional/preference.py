@@ -1,7 +1,7 @@
 """Losses of preference pairs, labelled responses and reward models, one number per pair, response or step.
 
-Legend: `chosen` and `rejected` [n] are log-ratios D = log π(y) − log π_ref(y) of a whole response, D_w and D_l in formulas, h
-= D_w − D_l; without a reference they are log-probs. log σ is stable and 1 − σ(x) is σ(−x): nothing overflows or cancels.
+`chosen` and `rejected` [n] are log-ratios D = log π(y) − log π_ref(y) of a whole response (log-probs without a reference); in
+formulas D_w and D_l, with h = D_w − D_l.
 """
 
 from __future__ import annotations
@@ -140,7 +140,7 @@ def simpo(
 def log1mexp(a: Tensor, eps: float | None = None) -> Tensor:
     """Compute log(1 − e^a) for a < 0: log(−expm1(a)) above −ln 2, log1p(−e^a) below.
 
-    a is capped at −ε, of its dtype, or `eps` if a has fewer correct digits; above the cap the gradient is 0.
+    a is capped at −`eps` (default: the ε of its dtype), with gradient 0 above; pass `eps` if a has fewer correct digits.
 
     >>> log1mexp(torch.tensor([-1e-4, -0.6931472, -30.0]))
     tensor([-9.2104e+00, -6.9315e-01, -9.3576e-14])
@@ -162,7 +162,7 @@ def log_odds(a: Tensor, eps: float | None = None) -> Tensor:
 def orpo_odds_ratio(chosen: Tensor, rejected: Tensor, beta: float = 0.1, eps: float | None = None) -> Tensor:
     """Compute ORPO's −β·log σ(log odds_w − log odds_l), [n], of mean log-probs. Paper: arXiv 2403.07691.
 
-    `eps` is of the dtype in which the log-probs were computed, if their means have more digits; see `log1mexp`.
+    `eps` is that of the dtype in which the log-probs were computed, if their means are of a wider dtype; see `log1mexp`.
 
     >>> orpo_odds_ratio(torch.tensor([-0.5]), torch.tensor([-1.5]), beta=1.0)
     tensor([0.1709])
@@ -209,9 +209,7 @@ def log_exp(chosen: Tensor, rejected: Tensor) -> Tensor:
 
 
 def hps(chosen: Tensor, rejected: Tensor, temperature: float = 1.0) -> Tensor:
-    """Compute the human preference score, cross-entropy of softmax((r_w, r_l)/T) with the first, [n].
-
-    It is `log_sigmoid` of r/T without a margin. Paper: arXiv 2303.14420.
+    """Compute the human preference score: −log σ((r_w − r_l)/T), [n]. Paper: arXiv 2303.14420.
 
     >>> hps(torch.tensor([1.0, 3.0]), torch.tensor([1.0, 0.0]), temperature=2.0)
     tensor([0.6931, 0.2014])

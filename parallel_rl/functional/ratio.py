@@ -7,9 +7,8 @@ import math
 import torch
 from torch import Tensor
 
-#: Bound of a log-ratio. e^80, even times an advantage, is finite in float32; e^88.7 is inf, and inf · 0 is NaN. No sample has
-#: a ratio of e^80: its recorded log-prob is wrong. A clamp would report e^80 with gradient 0, which no check of gradients
-#: sees, so tokens above the bound leave the loss: value and gradient 0, counted in `overflow_tokens`.
+#: Bound of a log-ratio: e^80, even times an advantage, is finite in float32, and e^88.7 is not. A ratio above e^80 comes from a
+#: wrong recorded log-prob, so its token leaves the loss: value and gradient 0, counted in `overflow_tokens`.
 MAX_EXPONENT = 80.0
 
 
@@ -23,7 +22,7 @@ def safe_exp(log_ratio: Tensor) -> Tensor:
 
 
 def exp_or_zero(log_weight: Tensor) -> Tensor:
-    """Compute exp(x), 0 with gradient 0 where that is not finite.
+    """Compute exp(x); value and gradient are 0 where it is not finite.
 
     >>> exp_or_zero(torch.tensor([0.0, 1000.0, torch.nan]))
     tensor([1., 0., 0.])
@@ -33,9 +32,9 @@ def exp_or_zero(log_weight: Tensor) -> Tensor:
 
 
 def bounded_log_ratio(logprobs: Tensor, recorded: Tensor, clamp: float | None = None) -> tuple[Tensor, Tensor]:
-    """Compute log π − log π_recorded, 0 with gradient 0 above 80; returns it, and bool where.
+    """Compute log π − log π_recorded, and bool where it exceeds 80: value and gradient are 0 there.
 
-    A clamp to ±`clamp` acts first; then only infinite log-ratios become 0.
+    With `clamp` ≤ 80 only infinite log-ratios become 0; the others are clamped to ±`clamp`.
 
     >>> bounded_log_ratio(torch.tensor([-1.0, -1.0]), torch.tensor([-2.0, -200.0]))
     (tensor([1., 0.]), tensor([False,  True]))
@@ -48,7 +47,7 @@ def bounded_log_ratio(logprobs: Tensor, recorded: Tensor, clamp: float | None = 
 
 
 def finite_log_ratio(logprobs: Tensor, reference: Tensor) -> tuple[Tensor, Tensor]:
-    """Compute log π − log π_ref, 0 with gradient 0 where infinite; returns it, and bool where.
+    """Compute log π − log π_ref, and bool where it is infinite: value and gradient are 0 there.
 
     >>> finite_log_ratio(torch.tensor([-1.0, -1.0]), torch.tensor([-2.0, -torch.inf]))
     (tensor([1., 0.]), tensor([False,  True]))
@@ -61,7 +60,7 @@ def finite_log_ratio(logprobs: Tensor, reference: Tensor) -> tuple[Tensor, Tenso
 def clipped_surrogate(ratio: Tensor, clipped: Tensor, advantages: Tensor, dual_clip: float | None = None) -> Tensor:
     """Compute PPO's surrogate per token: max(−A·ρ, −A·ρ_clipped); at most −A·c (dual clip) if A < 0.
 
-    All tensors have one shape. Papers: PPO arXiv 1707.06347; dual clip arXiv 1912.09729.
+    Papers: PPO arXiv 1707.06347; dual clip arXiv 1912.09729.
 
     >>> ratio, advantages = torch.tensor([0.5, 1.0, 1.5]), torch.tensor([1.0, 1.0, 1.0])
     >>> clipped_surrogate(ratio, ratio.clamp(0.8, 1.2), advantages)

@@ -22,10 +22,9 @@ class REC(Surrogate, name="rec"):
         ε_high' if A ≤ 0 (ring).
     weight: A' is A; A·ρ (importance_sampling); A times the geometric mean ratio (gspo_importance_sampling);
         A·e^{A/temperature} (advantage).
-    regularizer: + coef·(l − l_old)² (k2), or − coef·l (forward-kl).
-    epsilon_low, epsilon_high, epsilon_low_prime, epsilon_high_prime: the bounds; the primes are of "ring".
-    regularizer_coef: coef of the regulariser.
-    temperature: divides A in the weight "advantage".
+    regularizer: + coef·(l − l_old)² (k2), or − coef·l (forward-kl). regularizer_coef: coef of the regulariser.
+    epsilon_low, epsilon_high, epsilon_low_prime, epsilon_high_prime: the bounds; the primes are of "ring". temperature: divides
+        A in the weight "advantage".
 
     ρ is of single tokens and detached. Paper: arXiv 2509.24203.
     """

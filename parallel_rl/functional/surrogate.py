@@ -23,7 +23,7 @@ class PolicyTerms:
         sequence_mean, sequence_sum: [T_local] to [T_local], over each whole sequence's valid tokens.
         samples: collected over the whole step for a surrogate with `needs_statistics`, NaN at masked places.
         random: [T_local] uniform on [0, 1), for a surrogate with a `draw_seed`.
-        overflow: [T_local] bool, tokens whose ratio exceeds e^80; the ratio is 1 here, and their loss does not count.
+        overflow: [T_local] bool, tokens whose ratio exceeds e^80; `ratio` holds 1 there, and their loss does not count.
     """
 
     logprobs: Tensor
@@ -40,9 +40,7 @@ class PolicyTerms:
 
 
 def follows_overflow(terms: PolicyTerms, loss: Tensor) -> Tensor:
-    """Mark tokens (bool) whose loss [T_local] follows a ratio above e^80, as sums over long responses may.
-
-    A surrogate that bounds the ratio (CISPO, TOPR, PPO with A > 0) keeps its value.
+    """Mark tokens (bool) whose loss [T_local] grows with a ratio above e^80; a bounded ratio is harmless.
 
     >>> import torch
     >>> x = torch.tensor([1.0, 100.0])
@@ -58,9 +56,8 @@ class Clipped(NamedTuple):
     """Tokens beyond the range that a surrogate allows, [T_local] bool each.
 
     Attributes:
-        low, high: below and above the range, for any advantage.
-        bites: those that the surrogate holds back: with PPO those that A would drive further out.
-        dual: those held back by a second bound on A < 0 (dual clip, a cap on the ratio); None without one.
+        low, high: below and above the range, for any advantage. bites: those without gradient (PPO: if A drives them further
+            out). dual: those limited by a second bound (dual clip, a cap on the ratio); None without one.
     """
 
     low: Tensor
@@ -84,16 +81,13 @@ class Surrogate(Variants):
     """Base of the surrogates, an option of the policy loss: `name: ppo` with the options of that class."""
 
     uses_ratio: ClassVar[bool] = True
-    #: only ratios of single tokens make sense
-    token_level: ClassVar[bool] = False
-    #: `collect` must run over the whole step first
-    needs_statistics: ClassVar[bool] = False
-    #: a token's term depends on the log-probs of no other token
-    token_separable: ClassVar[bool] = True
+    token_level: ClassVar[bool] = False  # only ratios of single tokens make sense
+    needs_statistics: ClassVar[bool] = False  # `collect` must run over the whole step first
+    token_separable: ClassVar[bool] = True  # a token's term depends on the log-probs of no other token
 
     @property
     def draw_seed(self) -> int | None:
-        """Return the seed of a surrogate that draws at random."""
+        """Return the seed of a surrogate that selects tokens at random."""
         return None
 
     @abstractmethod
@@ -105,5 +99,5 @@ class Surrogate(Variants):
         return {}
 
     def clipped(self, terms: PolicyTerms) -> Clipped | None:
-        """Return the tokens that it clips, for metrics; None without a clip."""
+        """Return the clipped tokens, for metrics; None without a clip."""
         return None

@@ -16,9 +16,9 @@ from parallel_rl.functional.ratio import cispo, clipped_surrogate, safe_exp
 from parallel_rl.functional.surrogate import Clipped, PolicyTerms, Surrogate, driven_out
 
 
-def _by_sign(up: Tensor, there: float, elsewhere: float) -> Tensor:
-    """Pick a number by a mask, in float64: `torch.where` on two numbers rounds them to float32."""
-    return torch.full(up.shape, elsewhere, dtype=torch.float64, device=up.device).masked_fill(up, there)
+def _by_sign(up: Tensor, above: float, below: float) -> Tensor:
+    # float64, which `torch.where` on two numbers would round to float32
+    return torch.full(up.shape, below, dtype=torch.float64, device=up.device).masked_fill(up, above)
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ class SAPO(Surrogate, name="sapo"):
     """Soft adaptive gate in place of a clip, with the gradient through ρ:
     x = −A·f(ρ), f(ρ) = σ(τ·(ρ − 1))·4/τ.
 
-    tau_pos, tau_neg: τ where A > 0, and elsewhere; tau_neg ≥ tau_pos. Paper: arXiv 2511.20347.
+    tau_pos, tau_neg: τ where A > 0, and where A ≤ 0; tau_neg ≥ tau_pos. Paper: arXiv 2511.20347.
     """
 
     tau_pos: float = 1.0
@@ -136,9 +136,7 @@ class DetachedSAPO(SAPO, name="sapo_detached"):
 class TOPR(Surrogate, name="topr"):
     """Tapered off-policy REINFORCE: x = −sg[α]·A·l, α = clip(ρ, 0, 1) where A ≤ threshold, else 1.
 
-    The paper's ρ is of the whole response: `ratio_level: sequence-sum`.
-
-    advantage_threshold: the threshold. Paper: arXiv 2503.14286.
+    advantage_threshold: the threshold. Paper: arXiv 2503.14286, with ρ of the whole response (`ratio_level: sequence-sum`).
     """
 
     advantage_threshold: float = 0.0
@@ -192,9 +190,7 @@ class OPMD(Surrogate, name="opmd"):
 @dataclass(frozen=True)
 class GMPO(Surrogate, name="gmpo"):
     """Geometric-mean policy optimization (arXiv 2507.20673), for aggregation "seq-mean-token-mean":
-    x = −A·exp(mean_t y'), y' = s·min(s·y, s·clip(y, −ε_low, ε_high)), s = sign A, y = l − l_old.
-
-    A must be constant over a sequence.
+    x = −A·exp(mean_t y'), y' = s·min(s·y, s·clip(y, −ε_low, ε_high)), s = sign A, y = l − l_old, A constant over a sequence.
 
     clip_low, clip_high: ε_low and ε_high, bounds of the log-ratio.
     """
@@ -255,8 +251,7 @@ class VESPO(Surrogate, name="vespo"):
     """Variational sequence-level soft policy optimization, as in TRL:
     x = −sg[φ]·A·l, φ = W^k·exp(λ·(1 − W)), W = Π_t π/π_old. log W is clamped to [log 1e-8, 20].
 
-    k_pos, lambda_pos: k and λ where A ≥ 0.
-    k_neg, lambda_neg: k and λ where A < 0.
+    k_pos, lambda_pos: k and λ where A ≥ 0. k_neg, lambda_neg: k and λ where A < 0.
     """
 
     token_level = True
