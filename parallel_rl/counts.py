@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.distributed import ProcessGroup
 
-#: how a loss with token weights is divided, see `parallel_rl.losses.core.token_weights`
+#: how a loss with token weights is divided, see `parallel_rl.losses.core.aggregation`
 WeightedBy = Literal["count", "sum"]
 Aggregation = Literal[
     "token-mean",

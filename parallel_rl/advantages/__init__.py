@@ -3,9 +3,8 @@
 An estimator is a frozen dataclass with a name; rewards and KL come from `parallel_rl.experience`.
 """
 
-from parallel_rl.advantages.base import AdvantageEstimator, Advantages
+from parallel_rl.advantages.base import AdvantageEstimator, Advantages, Moments, moments, whiten
 from parallel_rl.advantages.estimate import estimate, estimator_config
-from parallel_rl.advantages.moments import Moments, moments, whiten
 from parallel_rl.advantages.returns import GAE, discounted_returns, gae, length_adaptive_lambda, terminal_rewards
 
 __all__ = [

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 import torch
 
-from parallel_rl.advantages.base import AdvantageEstimator, in_unit
-from parallel_rl.advantages.moments import Whitening
+from parallel_rl.advantages.base import AdvantageEstimator, Whitening, in_unit
 from parallel_rl.advantages.returns import reverse_scan
 from parallel_rl.advantages.table import SampleTable
 from parallel_rl.config.strict import at_least

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
-from parallel_rl.advantages.base import AdvantageEstimator, Advantages, TeacherKL, in_unit
-from parallel_rl.advantages.moments import Whitening, moments
+from parallel_rl.advantages.base import AdvantageEstimator, Advantages, TeacherKL, Whitening, in_unit, moments
 from parallel_rl.advantages.returns import gae, length_adaptive_lambda, terminal_rewards
 from parallel_rl.config.strict import at_least
 from parallel_rl.functional.kl import KLType

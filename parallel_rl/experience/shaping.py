@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from parallel_rl.advantages.moments import moments
+from parallel_rl.advantages.base import moments
 from parallel_rl.advantages.returns import terminal_rewards
 from parallel_rl.advantages.table import SampleTable
 from parallel_rl.config.strict import Variants

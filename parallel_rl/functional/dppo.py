@@ -1,4 +1,4 @@
-"""DPPO: a trust region of probabilities in place of ratios, and its divergences of a sampled token."""
+"""Surrogates that limit tokens by probability (DPPO), covariance with the advantage (Clip-Cov, KL-Cov) or ratio (REC)."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from parallel_rl.config.strict import positive
+from parallel_rl.functional.ratio import clipped_surrogate, safe_exp
 from parallel_rl.functional.surrogate import Clipped, PolicyTerms, Surrogate, driven_out
 
 FLOOR = 1e-8  # added to 1 − p, which may round to 0; as in verl and SkyRL
@@ -81,3 +82,196 @@ class DPPO(Surrogate, name="dppo"):
             kl = binary_kl(logprobs, old)
             low, high = (moved < 0) & (kl > self.low), (moved > 0) & (kl > self.high)
         return Clipped(low, high, driven_out(low, high, terms.advantages) if self.signed else low | high)
+
+
+def _covariance(terms: PolicyTerms) -> tuple[Tensor, Tensor]:
+    """Compute (A − mean A)·(l − mean l) for local tokens and for all of the step (NaN if masked)."""
+    advantages, all_advantages = _centred(terms.advantages.double(), terms.samples["advantages"])
+    logprobs, all_logprobs = _centred(terms.logprobs.detach().double(), terms.samples["logprobs"])
+    return advantages * logprobs, all_advantages * all_logprobs
+
+
+def _centred(x: Tensor, samples: Tensor) -> tuple[Tensor, Tensor]:
+    """Subtract the samples' mean from both; exactly 0 if all samples are equal."""
+    mean, masked = samples.nanmean(), samples.isnan()
+    if not samples.numel():
+        return x - mean, samples - mean
+    equal = torch.where(masked, torch.inf, samples).amin() == torch.where(masked, -torch.inf, samples).amax()
+    return torch.where(equal, 0, x - mean), torch.where(equal & ~masked, 0, samples - mean)
+
+
+def _count(samples: Tensor, fraction: float) -> Tensor:
+    return ((~samples.isnan()).sum().double() * fraction).floor().clamp(min=1).long()
+
+
+def _kth_largest(values: Tensor, k: Tensor) -> Tensor:
+    if not values.numel():
+        return values.new_tensor(torch.inf)
+    return values.sort(descending=True).values.gather(0, (k - 1).clamp(0, values.numel() - 1).view(1))[0]
+
+
+@dataclass(frozen=True)
+class ClipCov(Surrogate, name="clip_cov"):
+    """PPO's surrogate with the loss of a few high-covariance tokens set to 0.
+
+    Among the step's valid tokens with covariance in (low, high) that PPO does not clip, (seed, `sample_ids`, position) selects
+    max(⌊fraction·N⌋, 1), the same on any layout.
+
+    clip_low, clip_high: PPO's ε on either side of 1. fraction: fraction of the step's valid tokens. low, high: range of the
+    covariance, both excluded. seed: seed of the choice. Paper: arXiv 2505.22617.
+    """
+
+    needs_statistics = True
+    token_level = True
+    clip_low: float = 0.2
+    clip_high: float = 0.2
+    fraction: float = 2e-4
+    low: float = 1.0
+    high: float = 5.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        positive(self, "clip_low", "clip_high", zero=True)
+        positive(self, "fraction")
+        if not self.low < self.high or self.fraction > 1:
+            raise ValueError(
+                f"low = {self.low} must be below high = {self.high}, and fraction = {self.fraction} at most 1"
+            )
+
+    @property
+    def draw_seed(self) -> int:
+        return self.seed
+
+    def collect(self, terms: PolicyTerms) -> dict[str, Tensor]:
+        assert terms.random is not None
+        sampled = {"advantages": terms.advantages, "logprobs": terms.logprobs, "random": terms.random}
+        return {**sampled, "clipped": self.clipped(terms).bites.to(torch.float64)}
+
+    def __call__(self, terms: PolicyTerms) -> Tensor:
+        assert terms.random is not None
+        local, step = _covariance(terms)
+        eligible = (step > self.low) & (step < self.high) & (terms.samples["clipped"] == 0)
+        k = torch.minimum(_count(step, self.fraction), eligible.sum())
+        bound = -_kth_largest(torch.where(eligible, -terms.samples["random"], -torch.inf), k.clamp(min=1))
+        chosen = (local > self.low) & (local < self.high) & ~self.clipped(terms).bites & (terms.random <= bound)
+        clipped = terms.ratio.clamp(1 - self.clip_low, 1 + self.clip_high)
+        return torch.where(chosen, 0, clipped_surrogate(terms.ratio, clipped, terms.advantages))
+
+    def clipped(self, terms: PolicyTerms) -> Clipped:
+        """Return PPO's clip, without the tokens chosen by covariance."""
+        low, high = terms.ratio < 1 - self.clip_low, terms.ratio > 1 + self.clip_high
+        return Clipped(low, high, driven_out(low, high, terms.advantages))
+
+
+@dataclass(frozen=True)
+class KLCov(Surrogate, name="kl_cov"):
+    """x = −A·ρ + coefficient·|l − l_old| on the step's tokens with the largest covariance.
+
+    These are max(⌊fraction·N⌋, 1) valid tokens, and those of equal covariance. A covariance of 0 is never penalised.
+
+    fraction: fraction of the step's valid tokens. coefficient: weight of the penalty. Paper: arXiv 2505.22617.
+    """
+
+    needs_statistics = True
+    token_level = True
+    fraction: float = 2e-4
+    coefficient: float = 1.0
+
+    def __post_init__(self) -> None:
+        positive(self, "fraction", "coefficient")
+        if self.fraction > 1:
+            raise ValueError(f"fraction = {self.fraction} must be at most 1")
+
+    def collect(self, terms: PolicyTerms) -> dict[str, Tensor]:
+        return {"advantages": terms.advantages, "logprobs": terms.logprobs}
+
+    def __call__(self, terms: PolicyTerms) -> Tensor:
+        local, step = _covariance(terms)
+        bound = _kth_largest(step.nan_to_num(nan=-torch.inf), _count(step, self.fraction))
+        penalty = torch.where((local >= bound) & (local != 0), self.coefficient * terms.token_log_ratio.abs(), 0)
+        return -terms.advantages * terms.ratio + penalty
+
+
+@dataclass(frozen=True)
+class REC(Surrogate, name="rec"):
+    """x = −A'·l·I + regulariser, with constant weight and indicator.
+
+    clip_mode: I is 1 (none); 1 − ε_low ≤ ρ ≤ 1 + ε_high (two-side); ρ ≤ 1 + ε_high if A ≥ 0, ρ ≥ 1 − ε_low if A ≤ 0
+        (one-side; gspo-one-side uses the sequence's geometric mean ratio); two-side, or ρ ≤ 1 − ε_low' if A ≥ 0, or ρ ≥ 1 +
+        ε_high' if A ≤ 0 (ring).
+    weight: A' is A; A·ρ (importance_sampling); A times the geometric mean ratio (gspo_importance_sampling);
+        A·e^{A/temperature} (advantage).
+    regularizer: + coef·(l − l_old)² (k2), or − coef·l (forward-kl). regularizer_coef: coef of the regulariser.
+    epsilon_low, epsilon_high, epsilon_low_prime, epsilon_high_prime: the bounds; the primes are of "ring". temperature: divides
+        A in the weight "advantage".
+
+    ρ is of single tokens and detached. Paper: arXiv 2509.24203.
+    """
+
+    token_level = True
+    epsilon_low: float = 0.2
+    epsilon_high: float = 0.2
+    epsilon_low_prime: float = 0.6
+    epsilon_high_prime: float = 2.0
+    clip_mode: Literal["none", "one-side", "gspo-one-side", "two-side", "ring"] = "none"
+    weight: Literal["none", "importance_sampling", "gspo_importance_sampling", "advantage"] = "none"
+    regularizer: Literal["none", "k2", "forward-kl"] = "none"
+    regularizer_coef: float = 0.0
+    temperature: float = 1.0
+
+    def __post_init__(self) -> None:
+        positive(self, "epsilon_low", "epsilon_high", "epsilon_low_prime", "epsilon_high_prime", "temperature")
+        positive(self, "regularizer_coef", zero=True)
+        if (self.regularizer == "none") != (self.regularizer_coef == 0):
+            raise ValueError(
+                f"regularizer_coef = {self.regularizer_coef} with regularizer = {self.regularizer!r}: give both or none"
+            )
+
+    @property
+    def token_separable(self) -> bool:  # type: ignore[override]
+        return self.clip_mode != "gspo-one-side" and self.weight != "gspo_importance_sampling"
+
+    def __call__(self, terms: PolicyTerms) -> Tensor:
+        log_ratio = terms.token_log_ratio.detach()
+        ratio = safe_exp(log_ratio)
+        advantages, keep = self._weighted(terms, ratio), self.keep(terms)
+        loss = torch.where(keep, -advantages * terms.logprobs, 0)
+        if self.regularizer == "k2":
+            return loss + self.regularizer_coef * terms.token_log_ratio.square()
+        return loss - self.regularizer_coef * terms.logprobs
+
+    def _weighted(self, terms: PolicyTerms, ratio: Tensor) -> Tensor:
+        if self.weight == "importance_sampling":
+            return terms.advantages * ratio
+        if self.weight == "gspo_importance_sampling":
+            return terms.advantages * safe_exp(terms.sequence_mean(terms.token_log_ratio.detach()))
+        if self.weight == "advantage":
+            return terms.advantages * safe_exp(terms.advantages / self.temperature)
+        return terms.advantages
+
+    def clipped(self, terms: PolicyTerms) -> Clipped | None:
+        if self.clip_mode == "none":
+            return None
+        ratio = self._clip_ratio(terms)
+        held_back = ~self._keep(ratio, terms.advantages)
+        return Clipped(ratio < 1 - self.epsilon_low, ratio > 1 + self.epsilon_high, held_back)
+
+    def _clip_ratio(self, terms: PolicyTerms) -> Tensor:
+        log_ratio = terms.token_log_ratio.detach()
+        return safe_exp(terms.sequence_mean(log_ratio) if self.clip_mode == "gspo-one-side" else log_ratio)
+
+    def keep(self, terms: PolicyTerms) -> Tensor:
+        """Return I of each token, bool."""
+        if self.clip_mode == "none":
+            return torch.ones_like(terms.logprobs, dtype=torch.bool)
+        return self._keep(self._clip_ratio(terms), terms.advantages)
+
+    def _keep(self, ratio: Tensor, advantages: Tensor) -> Tensor:
+        up, down = advantages >= 0, advantages <= 0
+        below, above = ratio <= 1 + self.epsilon_high, ratio >= 1 - self.epsilon_low
+        if self.clip_mode in ("one-side", "gspo-one-side"):
+            return (up & below) | (down & above)
+        inside = below & above
+        if self.clip_mode == "two-side":
+            return inside
+        return inside | (up & (ratio <= 1 - self.epsilon_low_prime)) | (down & (ratio >= 1 + self.epsilon_high_prime))

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from parallel_rl.config.json_text import brief
-from parallel_rl.functional.rec import REC
+from parallel_rl.functional.dppo import REC
 from parallel_rl.functional.surrogates import TOPR
 from parallel_rl.groups import group_sum
 from parallel_rl.losses.core.base import LossFn

@@ -1,7 +1,6 @@
 """Catalogue of the losses, one file each, with their options; importing it registers them all."""
 
 from parallel_rl.losses.clipped_pg import ClippedPGLossConfig, ClippedPGLossFn
-from parallel_rl.losses.coefficient import CoefficientScheduleConfig
 from parallel_rl.losses.components import ComponentConfig, ComponentsLossConfig, ComponentsLossFn
 from parallel_rl.losses.core.options import NoConfig
 from parallel_rl.losses.core.requirements import Field, Requirements
@@ -11,7 +10,12 @@ from parallel_rl.losses.distillation import (
     FullDistillationLossConfig,
     FullDistillationLossFn,
 )
-from parallel_rl.losses.entropy_bonus import AdaptiveEntropyBonus, EntropyBonus, ScheduledEntropyBonus
+from parallel_rl.losses.entropy_bonus import (
+    AdaptiveEntropyBonus,
+    CoefficientScheduleConfig,
+    EntropyBonus,
+    ScheduledEntropyBonus,
+)
 from parallel_rl.losses.kto import KTOLossConfig, KTOLossFn
 from parallel_rl.losses.mix import MixLossConfig, MixLossFn, MuSchedule, MuScheduleConfig
 from parallel_rl.losses.nll import NLLLoss, NLLLossConfig
@@ -24,7 +28,7 @@ from parallel_rl.losses.off_policy_config import (
 from parallel_rl.losses.policy import PolicyLossFn
 from parallel_rl.losses.policy_config import KLConfig, PolicyLossConfig
 from parallel_rl.losses.preference import DPOLossConfig, DPOLossFn
-from parallel_rl.losses.prm import PRMLossConfig, PRMLossFn
+from parallel_rl.losses.prm import PreferenceLoss, PreferenceLossConfig, PRMLossConfig, PRMLossFn
 from parallel_rl.losses.reference_free import (
     CPOLossConfig,
     CPOLossFn,
@@ -34,7 +38,6 @@ from parallel_rl.losses.reference_free import (
     SimPOLossFn,
 )
 from parallel_rl.losses.reference_kl import ReferenceKLLossConfig, ReferenceKLLossFn
-from parallel_rl.losses.reward import PreferenceLoss, PreferenceLossConfig
 from parallel_rl.losses.value import ValueLossConfig, ValueLossFn
 
 __all__ = [

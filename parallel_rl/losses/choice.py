@@ -12,8 +12,8 @@ from parallel_rl.losses.core.base import LossFn
 from parallel_rl.losses.core.batch import TokenBatch
 from parallel_rl.losses.core.options import NoConfig
 from parallel_rl.losses.core.requirements import Requirements
-from parallel_rl.losses.core.scalar_head import ScalarHeadLoss
 from parallel_rl.losses.registry import get_loss, losses
+from parallel_rl.losses.value import ScalarHeadLoss
 from parallel_rl.metrics import Metrics
 from parallel_rl.vocab.shards import KEEP_ALL, Truncation
 

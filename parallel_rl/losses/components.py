@@ -13,12 +13,12 @@ from torch import Tensor
 
 from parallel_rl.config.strict import configure, nearest
 from parallel_rl.losses.choice import LossConfig
-from parallel_rl.losses.coefficient import CoefficientScheduleConfig, checked_steps
 from parallel_rl.losses.core.base import LossFn
 from parallel_rl.losses.core.component import Component, ComponentsLoss, joint_requirements
 from parallel_rl.losses.core.data_view import DataView
-from parallel_rl.losses.core.scalar_head import ScalarHeadLoss
+from parallel_rl.losses.entropy_bonus import CoefficientScheduleConfig, checked_steps
 from parallel_rl.losses.registry import register_loss
+from parallel_rl.losses.value import ScalarHeadLoss
 from parallel_rl.metrics import Metric
 
 _NAME = re.compile(r"[a-z][a-z0-9_]*")

@@ -16,7 +16,7 @@ from parallel_rl.losses.core.base import LossFn
 from parallel_rl.losses.core.batch import TokenBatch
 from parallel_rl.losses.core.measures import count_true, overflow_tokens, sequence_mean
 from parallel_rl.losses.core.requirements import Field, Requirements
-from parallel_rl.losses.pairs import response_sum
+from parallel_rl.losses.preference import response_sum
 from parallel_rl.losses.registry import register_loss
 from parallel_rl.metrics import Metric, Metrics
 from parallel_rl.statistics import Statistics

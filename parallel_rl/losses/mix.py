@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from parallel_rl.config.strict import positive
-from parallel_rl.losses.coefficient import scheduled
 from parallel_rl.losses.core.component import Component, ComponentsLoss
 from parallel_rl.losses.core.data_view import DataView
+from parallel_rl.losses.entropy_bonus import scheduled
 from parallel_rl.losses.nll import NLLLoss, NLLLossConfig
 from parallel_rl.losses.policy import PolicyLossFn
 from parallel_rl.losses.policy_config import PolicyLossConfig

@@ -32,8 +32,13 @@ from parallel_rl.losses.off_policy import (
     representable,
 )
 from parallel_rl.losses.policy_config import PolicyLossConfig
-from parallel_rl.losses.policy_metrics import clip_fractions, mismatch_metrics, mismatch_values
-from parallel_rl.losses.policy_shares import MaskedSurrogate, PolicyShares
+from parallel_rl.losses.policy_metrics import (
+    MaskedSurrogate,
+    PolicyShares,
+    clip_fractions,
+    mismatch_metrics,
+    mismatch_values,
+)
 from parallel_rl.losses.registry import register_loss
 from parallel_rl.metrics import Metric, Metrics
 from parallel_rl.statistics import Statistics

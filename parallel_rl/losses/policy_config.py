@@ -8,10 +8,8 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from parallel_rl.counts import Aggregation, WeightedBy, check_aggregation
-from parallel_rl.functional.covariance import ClipCov, KLCov
-from parallel_rl.functional.dppo import DPPO
+from parallel_rl.functional.dppo import DPPO, REC, ClipCov, KLCov
 from parallel_rl.functional.kl import KLType
-from parallel_rl.functional.rec import REC
 from parallel_rl.functional.surrogate import Surrogate
 from parallel_rl.functional.surrogates import PPO
 from parallel_rl.losses.entropy_bonus import EntropyBonus

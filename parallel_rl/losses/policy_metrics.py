@@ -1,8 +1,10 @@
-"""Metrics of the policy losses: effects of the clip, and the distance of trainer and sampler."""
+"""Results of the policy loss on a batch: the share, its parts, and their metrics."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -10,7 +12,8 @@ from torch import Tensor
 from parallel_rl.functional.importance import mismatch
 from parallel_rl.functional.kl import KLType, kl_estimate
 from parallel_rl.functional.ratio import MAX_EXPONENT, safe_exp
-from parallel_rl.functional.surrogate import Clipped
+from parallel_rl.functional.surrogate import Clipped, PolicyTerms
+from parallel_rl.losses.core.loss import Account
 from parallel_rl.metrics import Metric
 
 _WEIGHT, _SQUARE = "ω", "ω²"  # parts of the effective sample size
@@ -98,3 +101,47 @@ def mismatch_metrics(means: Mapping[str, Metric]) -> dict[str, Metric]:
     metrics["log_ppl_diff"] = Metric("share", trainer - sampler, per=means["rollout_log_ppl"].per)
     metrics["rollout_is_eff_sample_size"] = Metric("square-ratio", means[_WEIGHT].value, means[_SQUARE].value)
     return metrics
+
+
+class MaskedSurrogate(NamedTuple):
+    """Surrogate after weights and masks, with both and their metrics.
+
+    Attributes:
+        passed: reason → [T_local] bool, the tokens that keep their surrogate.
+        importance, overflow: [T_local] ω, if weighted; bool, the tokens whose ratio to the recorded policy overflows.
+    """
+
+    surrogate: Tensor
+    metrics: dict[str, Metric]
+    passed: dict[str, Tensor]
+    importance: Tensor | None = None
+    overflow: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class PolicyShares:
+    """Local loss, its metrics, the surrogate's inputs, and parts, masks and token values.
+
+    Attributes:
+        parts: local losses with their coefficients; their sum is the loss.
+        passed: see `MaskedSurrogate`, including the rejection.
+    """
+
+    loss: Tensor
+    metrics: dict[str, Metric]
+    terms: PolicyTerms
+    parts: dict[str, Tensor]
+    passed: dict[str, Tensor]
+    values: dict[str, Tensor]
+
+    def account(self, mask: Tensor, clipped: Clipped | None, *, has_ratio: bool) -> Account:
+        """Split the local loss; `clipped` is the surrogate's, `has_ratio` whether its ratio has a meaning."""
+        held = {reason: mask & ~passed for reason, passed in self.passed.items()}
+        if "importance" in self.values:
+            held["importance_weight_0"] = mask & (self.values["importance"] == 0)
+        if clipped is not None:
+            flags = {"below_range": clipped.low, "above_range": clipped.high, "clipped": clipped.bites}
+            flags |= {} if clipped.dual is None else {"dual_clipped": clipped.dual}
+            held |= {name: mask & flag for name, flag in flags.items()}
+        values = {**({"ratio": self.terms.ratio} if has_ratio else {}), **self.values}
+        return Account(self.parts, held, {name: x.detach() for name, x in values.items()})

@@ -12,15 +12,15 @@ from parallel_rl.functional.preference import dpo, orpo_odds_ratio, simpo
 from parallel_rl.losses.core.base import LossFn
 from parallel_rl.losses.core.batch import TokenBatch
 from parallel_rl.losses.core.requirements import Requirements
-from parallel_rl.losses.pairs import (
+from parallel_rl.losses.preference import (
     PairTerms,
     PreferenceWithNLL,
+    check_smoothing,
     chosen_nll,
     pair_mean,
     pair_metrics,
     response_sum,
 )
-from parallel_rl.losses.preference import check_smoothing
 from parallel_rl.losses.registry import register_loss
 from parallel_rl.metrics import Metric, Metrics
 

@@ -17,7 +17,7 @@ from parallel_rl.agreement import raise_on_all_ranks
 from parallel_rl.groups import ParallelGroups
 from parallel_rl.layout import CPLayout
 from parallel_rl.losses.core.call import LossFunction
-from parallel_rl.losses.core.counted import masked_data
+from parallel_rl.losses.core.run import masked_data
 from parallel_rl.losses.nll import NLLLoss
 from parallel_rl.megatron.auxiliary import check_auxiliary_losses, has_auxiliary_loss
 from parallel_rl.megatron.capabilities import heads_take_packed_rows

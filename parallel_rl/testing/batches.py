@@ -10,8 +10,8 @@ from torch import Tensor
 
 from parallel_rl.losses.core.base import LossFn
 from parallel_rl.losses.core.call import LossFunction
-from parallel_rl.losses.core.scalar_head import PooledHeadLoss
 from parallel_rl.losses.prm import PRMLossFn
+from parallel_rl.losses.value import PooledHeadLoss
 from parallel_rl.prefix_tree import build_tree
 from parallel_rl.testing.cases import Batch, has_scalar_head
 

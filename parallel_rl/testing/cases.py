@@ -18,8 +18,8 @@ from parallel_rl.groups import ParallelGroups
 from parallel_rl.layout import CPLayout
 from parallel_rl.losses.core.base import LossFn
 from parallel_rl.losses.core.call import LossFunction
-from parallel_rl.losses.core.scalar_head import ScalarHeadLoss
 from parallel_rl.losses.registry import get_loss, registered_name
+from parallel_rl.losses.value import ScalarHeadLoss
 from parallel_rl.metrics import Metrics, reduce_metrics
 from parallel_rl.statistics import Statistics
 

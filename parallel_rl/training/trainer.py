@@ -20,6 +20,7 @@ from parallel_rl.training.algorithms.phases import Phase, check_dump, phases
 from parallel_rl.training.checkpointing import checkpoint, resume
 from parallel_rl.training.checkpointing.checkpoint import Contents, begin_random_state, restore_random_state
 from parallel_rl.training.checkpointing.contents import checkpoint_metadata, same_weights, session_contents
+from parallel_rl.training.checkpointing.resume import write_config
 from parallel_rl.training.checkpointing.run_folder import check_on_every_node, only_run
 from parallel_rl.training.checkpointing.storage import Retention
 from parallel_rl.training.config.load import as_mapping
@@ -30,7 +31,6 @@ from parallel_rl.training.data.reading import read_datasets
 from parallel_rl.training.models.engine import build_engine, load_first_weights, start_world
 from parallel_rl.training.models.train_step import StepDump
 from parallel_rl.training.preflight.check import check_layout, check_vocabulary, layout_text, length_check
-from parallel_rl.training.reporting.config_history import write_config
 from parallel_rl.training.reporting.run_log import RunLog, draw_curves, read_metrics
 from parallel_rl.training.rollouts.sharing import check_servers, queued_again_without_servers
 from parallel_rl.training.session import TrainProgress

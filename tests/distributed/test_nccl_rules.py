@@ -23,7 +23,7 @@ from parallel_rl import (
     reduce_metrics,
     statistics,
 )
-from parallel_rl.losses.core import counted
+from parallel_rl.losses.core import run as counted
 from parallel_rl.testing.cases import Case, has_scalar_head, step_statistics
 from parallel_rl.testing.layouts import make_groups
 from parallel_rl.validation import validation

@@ -23,7 +23,7 @@ from parallel_rl import (
     token_scores,
     token_stats,
 )
-from parallel_rl.losses.core.scalar_head import ScalarHeadLoss
+from parallel_rl.losses.value import ScalarHeadLoss
 from parallel_rl.metrics import Metrics
 
 B, S, V = 4, 8, 11

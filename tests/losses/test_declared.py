@@ -12,7 +12,7 @@ from torch import Tensor
 from parallel_rl import ComponentsLossFn, NLLLoss, TokenBatch, register_loss, register_objective
 from parallel_rl.losses.core.call import LossCall
 from parallel_rl.losses.core.loss import Reader
-from parallel_rl.losses.core.scalar_head import ScalarReader
+from parallel_rl.losses.value import ScalarReader
 from tests.losses.test_registry import make, run
 
 

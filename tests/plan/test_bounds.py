@@ -6,8 +6,8 @@ from collections import Counter
 
 import pytest
 
-from parallel_rl.plan.bounds import CARDS, NODE, bounds
 from parallel_rl.plan.memory import Layout, rank_parameters
+from parallel_rl.plan.report import CARDS, NODE, bounds
 from parallel_rl.plan.source import ModelShape
 
 MODEL = ModelShape(36, 6144, 96, 48, 64, 12288, 151936)

@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 
 from parallel_rl.cli import main
-from parallel_rl.plan.bounds import CARDS, bounds, loss_stage_seconds
 from parallel_rl.plan.memory import Layout
-from parallel_rl.plan.report import plan_run
+from parallel_rl.plan.report import CARDS, bounds, loss_stage_seconds, plan_run
 from parallel_rl.plan.source import ModelShape
 from parallel_rl.training.preflight.facts import planned
 from tests.plan.test_source import LLAMA, MEGATRON

@@ -10,7 +10,7 @@ from typing import Generic, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from parallel_rl.advantages import moments
+from parallel_rl.advantages.base import moments
 from parallel_rl.advantages.table import SampleTable, by_group
 from parallel_rl.agreement import raise_on_all_ranks
 from parallel_rl.compat.lightrft.losses import ExperienceConfig

@@ -25,7 +25,7 @@ from parallel_rl.losses.core.measures import token_means, token_ranges
 from parallel_rl.losses.off_policy import importance_weight
 from parallel_rl.losses.policy import PolicyLossFn
 from parallel_rl.losses.policy_config import ImportanceConfig
-from parallel_rl.losses.policy_shares import PolicyShares
+from parallel_rl.losses.policy_metrics import PolicyShares
 from parallel_rl.metrics import Metric
 from parallel_rl.vocab.stats import TokenStats
 

@@ -12,7 +12,7 @@ from parallel_rl.compat.nemo_rl.base import LogProbLoss, Result, batch_of, check
 from parallel_rl.compat.nemo_rl.interfaces import DPOLossConfig, LossFunction, LossInputType, LossType, normalizers
 from parallel_rl.functional.preference import dpo
 from parallel_rl.losses.nll import NLLLoss as LibraryNLL
-from parallel_rl.losses.pairs import response_sum
+from parallel_rl.losses.preference import response_sum
 from parallel_rl.vocab.backends.torch_backend import math_dtype
 
 if TYPE_CHECKING:

@@ -24,7 +24,7 @@ from parallel_rl.losses.core.batch import TokenBatch
 from parallel_rl.losses.core.measures import count_true, sequence_mean
 from parallel_rl.losses.mix import MuSchedule, MuScheduleConfig
 from parallel_rl.losses.nll import NLLLoss, NLLLossConfig
-from parallel_rl.losses.pairs import response_sum
+from parallel_rl.losses.preference import response_sum
 from parallel_rl.metrics import Metric
 from parallel_rl.statistics import Statistics
 from parallel_rl.validation import checks_values

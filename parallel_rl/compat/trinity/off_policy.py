@@ -7,7 +7,7 @@ from typing import ClassVar, Literal
 import torch
 
 from parallel_rl.compat.trinity.policy import RatioLossFn, aggregation
-from parallel_rl.functional.rec import REC
+from parallel_rl.functional.dppo import REC
 from parallel_rl.functional.surrogate import PolicyTerms
 from parallel_rl.functional.surrogates import CISPO, SPPO, TOPR, DetachedSAPO, Ratio
 from parallel_rl.losses.core.batch import TokenBatch

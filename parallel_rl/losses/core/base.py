@@ -9,9 +9,9 @@ import torch
 
 from parallel_rl.losses.core import run
 from parallel_rl.losses.core.call import HostLogProbs, LossCall, LossFunction
-from parallel_rl.losses.core.counted import count_step
 from parallel_rl.losses.core.loss import ConfigT, Loss
 from parallel_rl.losses.core.readers import LogProbReader
+from parallel_rl.losses.core.run import count_step
 from parallel_rl.statistics import Statistics
 
 if TYPE_CHECKING:

@@ -11,9 +11,8 @@ from torch import Tensor
 from parallel_rl.counts import check_mask_dtype, check_zeros_and_ones, own_counts
 from parallel_rl.labels import IGNORED, SHIFT_LABELS, check_labels, is_shifted
 from parallel_rl.layout import valid_tokens
-from parallel_rl.losses.core.aggregation import UNIT_FIELDS, check_unit_ids
+from parallel_rl.losses.core.aggregation import UNIT_FIELDS, check_token_weights, check_unit_ids
 from parallel_rl.losses.core.requirements import WEIGHTS, Field
-from parallel_rl.losses.core.token_weights import check_token_weights
 from parallel_rl.losses.core.turns import check_segment_ids
 from parallel_rl.statistics import Statistics
 from parallel_rl.validation import checks_values

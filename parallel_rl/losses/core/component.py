@@ -16,13 +16,13 @@ from torch import Tensor
 from parallel_rl.counts import ValidCounts, check_zeros_and_ones
 from parallel_rl.losses.core.base import LossFn
 from parallel_rl.losses.core.batch import ModelOutput, TokenBatch
-from parallel_rl.losses.core.counted import count_local
 from parallel_rl.losses.core.data_view import DataView
 from parallel_rl.losses.core.local_batch import LocalBatch
 from parallel_rl.losses.core.loss import Account, ConfigT, Reader
 from parallel_rl.losses.core.measures import count_true
 from parallel_rl.losses.core.readers import LogProbReader, check_declared, masked_stats, token_output
 from parallel_rl.losses.core.requirements import Field, Requirements
+from parallel_rl.losses.core.run import count_local
 from parallel_rl.metrics import Metric, Metrics
 from parallel_rl.statistics import Statistics
 

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 
 from parallel_rl.config.strict import configure
 from parallel_rl.layout import CPLayout, valid_tokens
+from parallel_rl.losses.core.aggregation import weighted
 from parallel_rl.losses.core.checks import check_values
 from parallel_rl.losses.core.options import Temperature, VocabOptions
 from parallel_rl.losses.core.recorded import RecordedCheck
 from parallel_rl.losses.core.requirements import WEIGHTS, Requirements
-from parallel_rl.losses.core.token_weights import weighted
 from parallel_rl.statistics import Statistics
 from parallel_rl.vocab.linear.lm_head import whole_logits
 from parallel_rl.vocab.shards import Truncation

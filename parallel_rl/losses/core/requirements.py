@@ -65,8 +65,8 @@ class Requirements:
             data, statistics and counts constant, so gradients may be computed in forward (`LMHeadInput`).
         weighs_sequences: a token's term depends on which other tokens are valid (n_i, sums of data over a sequence). With a
             truncated policy, which drops tokens by their log-probs, the loss then does not separate over tokens.
-        token_weights: how the loss is divided if it multiplies its tokens by the field token_weights, see the module
-            `token_weights`; None: it reads none.
+        token_weights: how the loss is divided if it multiplies its tokens by the field token_weights, see
+            `losses.core.aggregation`; None: it reads none.
         units: the aggregation by turns, prompts or trajectories whose units `count` counts; None: none.
         ordered: a token's place in its sequence matters.
         shift: position t holds token t + 1, which it predicts; False: token t.

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from parallel_rl.training.reporting.config_history import remove_configs, write_config
+from parallel_rl.training.checkpointing.resume import remove_configs, write_config
 
 
 @pytest.mark.parametrize(
