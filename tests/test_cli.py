@@ -348,7 +348,7 @@ def test_a_key_is_described(capsys: pytest.CaptureFixture[str]) -> None:
         "rl.server.url": ["default: required", "the least loaded gets the request"],
         "rl.overlong": [
             "name: dapo, stop_properly",
-            "max_length (integer; default required; with name: dapo): tokens of",
+            "max_length (integer; default required; with name: dapo): largest number of",
         ],
         "rl.overlong.buffer": ["values: integer", "with name: dapo"],
         "rl.advantages.kl_coefficient": ["default: 0.0", "subtracted from the reward"],

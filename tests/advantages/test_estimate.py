@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from parallel_rl.advantages import AdvantageEstimator, base, estimate, estimator_config, gae, whiten
+from parallel_rl.advantages import AdvantageEstimator, estimate, estimator_config, gae, moments, whiten
 from parallel_rl.config.strict import configure
 
 GENERATOR = torch.Generator().manual_seed(0)
@@ -124,9 +124,9 @@ def test_whitening() -> None:
 
 
 def test_moments_of_little() -> None:
-    none = base(torch.full((3,), torch.nan), torch.zeros(3))
+    none = moments(torch.full((3,), torch.nan), torch.zeros(3))
     assert [float(x) for x in none[:3]] == [0, 0, 0] and float(none.variance()) == 0
-    one = base(torch.tensor([2.0, 5.0]), torch.tensor([1, 0]))
+    one = moments(torch.tensor([2.0, 5.0]), torch.tensor([1, 0]))
     assert float(one.mean) == 2 and float(one.variance(1)) == 0
 
 

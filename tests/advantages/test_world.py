@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from parallel_rl import ParallelGroups
-from parallel_rl.advantages import AdvantageEstimator, base, estimate, whiten
+from parallel_rl.advantages import AdvantageEstimator, estimate, moments, whiten
 from parallel_rl.testing.pool import WorldError, run_world
 
 CASES: list[dict] = [
@@ -100,7 +100,7 @@ def test_no_sample_on_any_rank() -> None:
 def moments_of_a_rank(rank: int, x: Tensor) -> list[float]:
     """Numbers far from 0, where E[x²] − E[x]² would be rounding, and a rank without any."""
     mask = torch.full((len(x),), rank == 0)
-    return [float(part) for part in base(x, mask, dist.group.WORLD)]
+    return [float(part) for part in moments(x, mask, dist.group.WORLD)]
 
 
 def test_moments_of_far_numbers() -> None:
