@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from parallel_rl.cli import loop
-from parallel_rl.cluster import ending
+from parallel_rl.cluster import preemption
 
 LOOP = "import sys\nimport beside\nprint(__name__, sys.argv[1:], beside.WORD)\n"
 
@@ -25,7 +25,7 @@ def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     for name, value in (("_listens", False), ("_seen", 0), ("_ended", 0.0)):
-        monkeypatch.setattr(ending, name, value)
+        monkeypatch.setattr(preemption, name, value)
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)}
     yield path
     for number, handler in handlers.items():

@@ -12,8 +12,8 @@ from parallel_rl import __version__
 from parallel_rl.cli import checkpoint, keys, runs, submit, tools
 from parallel_rl.cli import tools as explain
 from parallel_rl.cli.words import Parser, check_options, options_of, surplus
-from parallel_rl.cluster import ending
-from parallel_rl.cluster.ending import leave
+from parallel_rl.cluster import preemption
+from parallel_rl.cluster.preemption import leave
 from parallel_rl.config.names import ENVIRONMENT, modules_of_user
 from parallel_rl.doctor import command as doctor_command
 from parallel_rl.plan import command as plan_command
@@ -100,7 +100,7 @@ def _run(arguments: Sequence[str], own_process: bool) -> int:
         if known.print_config:
             return keys.print_config(known.recipe, rest)
         if own_process:  # before seconds of imports
-            ending.listen()
+            preemption.listen()
         return runs.train(known.recipe, rest, known.gate, known.dump_step)
     if known.command == "check":
         return runs.check(

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from parallel_rl.cli.runs import check_world, config_of, quiet, refuse, say
-from parallel_rl.cluster.ending import failed
+from parallel_rl.cluster.preemption import failed
 from parallel_rl.config.shown import printable
 
 if TYPE_CHECKING:

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from parallel_rl.cli.runs import refuse
-from parallel_rl.cluster import ending
-from parallel_rl.cluster.ending import failed, leave
+from parallel_rl.cluster import preemption
+from parallel_rl.cluster.preemption import failed, leave
 
 
 def read(path: str) -> str:
@@ -33,7 +33,7 @@ def main(words: Sequence[str]) -> int:
     if seconds is None:
         print(f"ok: {path}", flush=True)
         return 0
-    ending.listen()
+    preemption.listen()
     try:
         if int(os.environ.get("WORLD_SIZE", "1")) > 1:
             from parallel_rl.training.preflight.gate import check_in

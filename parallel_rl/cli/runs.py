@@ -131,7 +131,7 @@ def train(recipe: str | None, rest: Sequence[str], gate: float | None, dump_step
     # Megatron's distributed optimizer asks views of parameters for their gradient
     warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")
     with importing():
-        from parallel_rl.cluster.ending import failed
+        from parallel_rl.cluster.preemption import failed
         from parallel_rl.cluster.watchdog import watching
         from parallel_rl.training.models.engine import end_world
         from parallel_rl.training.preflight.gate import pass_gate

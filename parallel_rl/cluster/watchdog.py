@@ -19,8 +19,7 @@ from typing import NoReturn
 import torch
 import torch.distributed as dist
 
-from parallel_rl.cluster import ending as preemption
-from parallel_rl.cluster import progress
+from parallel_rl.cluster import preemption, progress
 from parallel_rl.cluster.progress import ENDED, NAMED, Kind, Post, name_of, post_of, report, where
 
 FRACTION = 0.9  # of the groups' timeout: the alarm comes before the collectives fail one by one

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from parallel_rl.agreement import Unavailable, on_first_rank, raise_on_all_ranks
-from parallel_rl.cluster import ending
+from parallel_rl.cluster import preemption
 from parallel_rl.cluster.progress import enter_step, tick
 from parallel_rl.experience.rewards import reward_function
 from parallel_rl.training.algorithms.evaluation import Evaluation, evaluate, shown_text
@@ -243,14 +243,14 @@ class _Run:
             write()
         except Exception as error:
             failure = error
-        boundary = ending.agree(self.engine.device, failure is not None)
+        boundary = preemption.agree(self.engine.device, failure is not None)
         if boundary.failed:
             raise_on_all_ranks(partial(_raise, failure), what=what)
         self.stop = boundary.stop
 
     def _halt(self, cause: str, phase: Phase) -> None:
         """Save, so that the same command resumes here."""
-        ending.ignore_signals()
+        preemption.ignore_signals()
         if self.rows and (self.saved is None or self.saved[1] != self.progress):
             self._save()
         flag = " with --run.resume auto" if self.config.run.resume == "never" else ""
@@ -260,7 +260,7 @@ class _Run:
         )
         # the other ranks look for the marker
         why = "the marker REQUEUE could not be written; all is saved"
-        on_first_rank(lambda: ending.ask_for_restart(text), why)
+        on_first_rank(lambda: preemption.ask_for_restart(text), why)
         self.log.say(text)
 
     def _save(self) -> None:

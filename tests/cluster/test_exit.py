@@ -15,8 +15,8 @@ import torch.distributed as dist
 
 from parallel_rl.agreement import raise_on_all_ranks
 from parallel_rl.cli import main
-from parallel_rl.cluster import ending, progress
-from parallel_rl.cluster.ending import failed
+from parallel_rl.cluster import preemption, progress
+from parallel_rl.cluster.preemption import failed
 from parallel_rl.experience import register_reward
 from parallel_rl.testing.pool import WorldError, run_world
 from parallel_rl.training.config.load import load_config
@@ -50,7 +50,7 @@ def _train(given: list[str], job: str, number: int) -> None:
     os.environ.pop("WORLD_SIZE", None)
     os.environ.update(PARALLEL_RL_JOB_DIR=job, TEST_SIGNAL=str(number))
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    ending.listen()
+    preemption.listen()
     assert len(train(load_config(given[0], given[1:])).rows) == 2
 
 
@@ -172,7 +172,7 @@ def test_what_torch_raises_keeps_its_type_and_its_traceback(
     capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A rank out of memory said only "could not create a primitive": its error ends in a line of this package."""
-    monkeypatch.setattr("parallel_rl.cluster.ending._OURS", str(Path(__file__).parent))
+    monkeypatch.setattr("parallel_rl.cluster.preemption._OURS", str(Path(__file__).parent))
     for work, said in ((_multiplied, "error: RuntimeError: mat1 and mat2"), (_ours, "mat1 and mat2")):
         with pytest.raises(RuntimeError) as caught:
             work()
@@ -189,7 +189,7 @@ def test_what_torch_raises_keeps_its_type_and_its_traceback(
 def test_a_reader_that_leaves_ends_the_run_in_one_line() -> None:
     """`parallel-rl train ... | head`: rich raises SystemExit(1) from the closed pipe, a traceback in itself."""
     code = (
-        "import sys\nfrom rich.console import Console\nfrom parallel_rl.cluster.ending import failed\nsys.stdin.read()\n"
+        "import sys\nfrom rich.console import Console\nfrom parallel_rl.cluster.preemption import failed\nsys.stdin.read()\n"
         "try:\n    Console().print('a row')\nexcept SystemExit as error:\n    sys.exit(failed(error))"
     )
     process = subprocess.Popen(

@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from parallel_rl.cluster import ending, progress
+from parallel_rl.cluster import preemption, progress
 from parallel_rl.cluster import watchdog as watch_module
 from parallel_rl.cluster.progress import ENDED, Post, post_of, report
 from parallel_rl.cluster.watchdog import _Watch, lost_peer
@@ -196,7 +196,7 @@ def test_a_rank_that_is_stuck_as_sigterm_comes_says_where_and_ends(
     watch.start()
     time.sleep(1.0)
     assert not said  # nobody has asked it to end
-    monkeypatch.setattr(ending, "_ended", time.monotonic())
+    monkeypatch.setattr(preemption, "_ended", time.monotonic())
     time.sleep(1.5)
     watch.close()
     where = r"test_watchdog.py:\d+ test_a_rank_that_is_stuck\w+, in asking the reward function"
@@ -214,7 +214,7 @@ def test_a_rank_that_writes_a_checkpoint_as_sigterm_comes_is_not_stuck(
     monkeypatch.setattr(_Watch, "_end", lambda self, text: said.append(text))
     monkeypatch.setattr(watch_module, "_GATHER", 0.1)
     monkeypatch.setattr(watch_module, "_TERM", 0.2)
-    monkeypatch.setattr(ending, "_ended", time.monotonic())
+    monkeypatch.setattr(preemption, "_ended", time.monotonic())
     store, make = watches
     watch = make(0, 2.0)
     progress.tick("writing a checkpoint", saving=True)

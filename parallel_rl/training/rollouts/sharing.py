@@ -23,7 +23,7 @@ from parallel_rl.agreement import (
     raise_on_all_ranks,
     sum_over_groups,
 )
-from parallel_rl.cluster import ending
+from parallel_rl.cluster import preemption
 from parallel_rl.cluster.progress import tick
 from parallel_rl.groups import group_rank
 from parallel_rl.megatron.hf import save_hf
@@ -51,7 +51,7 @@ def wait_together(futures: Sequence[Future], timeout: float, *, tolerant: bool =
         tick("waiting for the server")
         done, pending = wait(futures, min(_LOOK, timeout / 4), until)
         failed = not tolerant and any(map(failure, done))
-        mine = [_FAILED if failed else _WAITING if pending else 0, ending.asked(), any_server_away()]
+        mine = [_FAILED if failed else _WAITING if pending else 0, preemption.asked(), any_server_away()]
         state = torch.tensor(mine, device=device)
         dist.all_reduce(state, dist.ReduceOp.MAX)
         outcome, stopping, away = state.tolist()
@@ -90,7 +90,7 @@ def queued_again_without_servers() -> Iterator[None]:
         yield
     except Unavailable as error:
         text = f"{error}; the same command resumes from the last checkpoint"
-        on_first_rank(lambda: ending.ask_for_restart(text), "the marker REQUEUE could not be written")
+        on_first_rank(lambda: preemption.ask_for_restart(text), "the marker REQUEUE could not be written")
         raise
 
 
