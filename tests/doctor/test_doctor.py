@@ -181,8 +181,8 @@ def test_what_is_wrong_on_another_host_is_told_on_the_first() -> None:
 # each rank would start worlds of its own for them: a minute on two cores; one process does above
 _WITHOUT_CONTRACTS = """
 import sys
-from parallel_rl.doctor import contracts
-contracts.ask_contracts = list
+from parallel_rl.doctor import faults
+faults.ask_contracts = list
 from parallel_rl.cli import main
 sys.exit(main(sys.argv[1:]))
 """
