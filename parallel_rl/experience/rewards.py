@@ -19,7 +19,7 @@ from parallel_rl.config.json_text import brief, is_finite
 from parallel_rl.config.names import is_left, not_registered
 from parallel_rl.config.shown import shown
 from parallel_rl.config.strict import configure
-from parallel_rl.experience import checkers
+from parallel_rl.experience import failures
 from parallel_rl.experience.checkers import check_math, exact_match, math_equal, think_format
 from parallel_rl.groups import group_rank
 from parallel_rl.servers.http_reward import HTTPReward, HTTPRewardConfig, Scored, split_score
@@ -194,7 +194,7 @@ class _Checked:
         extras: Sequence[Extra] | None = None,
         tokens: Sequence[Sequence[int]] | None = None,
     ) -> Scored:
-        checkers.check_time_limit(self._timeout)
+        failures.check_time_limit(self._timeout)
         values, faults, fields = list[float](), dict[int, Exception](), list[Mapping[str, object]]()
         others: Sequence[Extra] = [{}] * len(prompts) if extras is None else extras
         for index, (*sample, extra) in enumerate(zip(prompts, completions, answers, others, strict=True)):
@@ -203,10 +203,10 @@ class _Checked:
             arguments: dict[str, object] = {"extra": extra} | ({} if tokens is None else {"tokens": tokens[index]})
             try:
                 options = {name: arguments[name] for name in self._reads if name in arguments}
-                value: object = checkers.within(self._timeout, partial(self.function, *sample, **options))
+                value: object = failures.within(self._timeout, partial(self.function, *sample, **options))
             except Unavailable:  # a server that may answer later
                 raise
-            except checkers.TimeLimitExceeded as error:
+            except failures.TimeLimitExceeded as error:
                 what = f"took longer than timeout = {self._timeout:g} seconds{_place(error)}"
                 faults[index] = RewardTimeout(f"reward {self.name!r} of sample {index} {what}")
                 continue
@@ -251,7 +251,7 @@ def _check_signature(name: str, function: Checker) -> None:
 
 
 def _place(error: BaseException) -> str:
-    callers = (__file__, checkers.__file__)
+    callers = (__file__, failures.__file__)
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename not in callers][:1]
     return "".join(f" at {frame.filename}:{frame.lineno}" for frame in frames)
 

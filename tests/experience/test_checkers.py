@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from parallel_rl.experience import checkers, reward_function
-from parallel_rl.experience.checkers import TimeLimitExceeded, math_equal, think_format, within
+from parallel_rl.experience.checkers import math_equal, think_format
+from parallel_rl.experience.failures import TimeLimitExceeded, within
 from parallel_rl.servers.http_client import Workers
 from tests.servers.server import serve
 

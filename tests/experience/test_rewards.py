@@ -72,6 +72,8 @@ def test_one_that_raises_is_told_with_its_sample_and_line() -> None:
     with pytest.raises(ValueError, match=told) as caught:
         reward_function(odd)(["a", "b"], ["x", ""], ["", ""])
     assert isinstance(caught.value.__cause__, ZeroDivisionError)
+    with pytest.raises(ValueError, match=r"'exact_match' of sample 0 failed at .*checkers.py:\d+: TypeError"):
+        reward_function("exact_match")([""], [""], [{1}])  # a set is no JSON
 
     def away(prompt: str, completion: str, answer: str) -> float:
         raise Unavailable("the judge starts")
