@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from parallel_rl.cli.runs import check_world, config_of, quiet, refuse, say
 from parallel_rl.cluster.preemption import failed
 from parallel_rl.config.shown import printable
-
-if TYPE_CHECKING:
-    from argparse import _SubParsersAction
 
 
 def add_sample(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -39,46 +36,45 @@ def add_sample(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 
 def sample(known: argparse.Namespace, rest: Sequence[str]) -> int:
-    try:
-        if not known.prompt:
-            raise ValueError("there is no prompt: write --prompt TEXT, once for each")
-        if known.samples < 1:
-            raise ValueError(f"--samples {known.samples} is not valid; at least 1 is needed")
-        if known.temperature is not None and not 0 <= known.temperature < math.inf:
-            raise ValueError(
-                f"--temperature {known.temperature:g} is not valid; a finite number above 0 is needed, or 0, for the likeliest "
-                "token each time"
-            )
-        if not 0 <= known.seed < 2**31:
-            raise ValueError(f"--seed {known.seed} is not valid; an integer from 0 to {2**31 - 1} is needed")
-        from parallel_rl.training.config.load import load_config
+    """Print answers of a checkpoint's policy; returns the exit status."""
+    return _exit_status(partial(_sample, known, rest))
 
-        checkpoint = Path(known.checkpoint).absolute()
-        config = load_config(known.config or config_of(known.checkpoint), ["--parallel={}", *rest])
-        greedy = known.temperature == 0
-        options = {"temperature": None if greedy else known.temperature, "max_new_tokens": known.max_new_tokens}
-        sampling = replace(config.sampling, **{name: value for name, value in options.items() if value is not None})
-        check_world(config.parallel)
-        quiet()
-        from parallel_rl.training.checkpointing.export import sample_prompts
-        from parallel_rl.training.models.engine import end_world
 
-        answers = sample_prompts(
-            config, checkpoint, known.prompt, sampling, samples=known.samples, seed=known.seed, greedy=greedy
+def _sample(known: argparse.Namespace, rest: Sequence[str]) -> None:
+    if not known.prompt:
+        raise ValueError("there is no prompt: write --prompt TEXT, once for each")
+    if known.samples < 1:
+        raise ValueError(f"--samples {known.samples} is not valid; at least 1 is needed")
+    if known.temperature is not None and not 0 <= known.temperature < math.inf:
+        raise ValueError(
+            f"--temperature {known.temperature:g} is not valid; a finite number above 0 is needed, or 0, for the likeliest "
+            "token each time"
         )
-        for prompt, texts in zip(known.prompt, answers, strict=True):
-            say(printable(prompt))
-            for text in texts:
-                say("\n".join(f"  {line}" for line in printable(text).split("\n")))
-        end_world()
-    except (ValueError, OSError) as error:
-        return refuse(error)
-    except RuntimeError as error:
-        return failed(error)
-    return 0
+    if not 0 <= known.seed < 2**31:
+        raise ValueError(f"--seed {known.seed} is not valid; an integer from 0 to {2**31 - 1} is needed")
+    from parallel_rl.training.config.load import load_config
+
+    checkpoint = Path(known.checkpoint).absolute()
+    config = load_config(known.config or config_of(known.checkpoint), ["--parallel={}", *rest])
+    greedy = known.temperature == 0
+    options = {"temperature": None if greedy else known.temperature, "max_new_tokens": known.max_new_tokens}
+    sampling = replace(config.sampling, **{name: value for name, value in options.items() if value is not None})
+    check_world(config.parallel)
+    quiet()
+    from parallel_rl.training.checkpointing.export import sample_prompts
+    from parallel_rl.training.models.engine import end_world
+
+    answers = sample_prompts(
+        config, checkpoint, known.prompt, sampling, samples=known.samples, seed=known.seed, greedy=greedy
+    )
+    for prompt, texts in zip(known.prompt, answers, strict=True):
+        say(printable(prompt))
+        for text in texts:
+            say("\n".join(f"  {line}" for line in printable(text).split("\n")))
+    end_world()
 
 
-def add_export(commands: _SubParsersAction[argparse.ArgumentParser]) -> None:
+def add_export(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = commands.add_parser(
         "export",
         help="write a checkpoint as a Hugging Face folder, which transformers and vLLM load",
@@ -92,19 +88,29 @@ def add_export(commands: _SubParsersAction[argparse.ArgumentParser]) -> None:
 
 
 def export(known: argparse.Namespace, rest: Sequence[str]) -> int:
+    """Write a checkpoint as a Hugging Face folder; returns the exit status."""
+    return _exit_status(partial(_export, known, rest))
+
+
+def _export(known: argparse.Namespace, rest: Sequence[str]) -> None:
     from parallel_rl.training.config.load import load_config
 
     checkpoint, out = Path(known.checkpoint), Path(known.out)
-    try:
-        config = load_config(config_of(known.checkpoint), ["--parallel={}", *rest], say)
-        check_world(config.parallel)
-        quiet()
-        from parallel_rl.training.checkpointing.export import export_checkpoint
-        from parallel_rl.training.models.engine import end_world
+    config = load_config(config_of(known.checkpoint), ["--parallel={}", *rest], say)
+    check_world(config.parallel)
+    quiet()
+    from parallel_rl.training.checkpointing.export import export_checkpoint
+    from parallel_rl.training.models.engine import end_world
 
-        export_checkpoint(checkpoint, out, config)
-        say(f"wrote {out}: {', '.join(sorted(path.name for path in out.iterdir()))}")
-        end_world()
+    export_checkpoint(checkpoint, out, config)
+    say(f"wrote {out}: {', '.join(sorted(path.name for path in out.iterdir()))}")
+    end_world()
+
+
+def _exit_status(work: Callable[[], None]) -> int:
+    """Return 0 after `work`, else the status of what stopped it, which is printed."""
+    try:
+        work()
     except (ValueError, OSError) as error:
         return refuse(error)
     except RuntimeError as error:
