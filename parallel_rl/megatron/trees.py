@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -51,6 +52,11 @@ class TreePlan:
     queries: Tensor
     query_bounds: Tensor
     key_bounds: Tensor
+
+    @cached_property
+    def longest(self) -> tuple[int, int]:
+        """Return the largest number of queries and of keys of a path."""
+        return max(path.stop - path.start for path in self.paths), max(path.keys for path in self.paths)
 
 
 #: computes [R, h, d] from queries [R, h, d], the gathered keys and values [M, g, 2, d], those of the rows, a plan, a scale
@@ -128,11 +134,10 @@ def attend_at_once(query: Tensor, gathered: Tensor, both: Tensor, plan: TreePlan
     key, value = gathered.unbind(2)
     rows = plan.keys.index
     padded = len(plan.queries) < plan.rows
-    longest = max(path.stop - path.start for path in plan.paths), max(path.keys for path in plan.paths)
     with _gathered_again((key, value), lambda place: both[rows, :, place]):
         out: Tensor = torch.ops.aten._flash_attention_forward(
             query.index_select(0, plan.queries) if padded else query, key, value,
-            plan.query_bounds, plan.key_bounds, *longest, 0.0, True, False, scale=scale,
+            plan.query_bounds, plan.key_bounds, *plan.longest, 0.0, True, False, scale=scale,
         )[0]  # fmt: skip
     return query.new_zeros(query.shape).index_copy(0, plan.queries, out) if padded else out
 

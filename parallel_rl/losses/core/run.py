@@ -159,7 +159,7 @@ def count_step(
                 loss.check_data(data, needs)
 
     raise_on_all_ranks(check, [group], torch.empty(0, device=device))
-    batches_of_rank = [_whole(data, needs) for data in labelled or [masked_data(needs, 0, 1)]]
+    batches_of_rank = (_whole(data, needs) for data in labelled or [masked_data(needs, 0, 1)])
     counted = reduce(add, [count_local(loss, loss.narrowed(local)) for local in batches_of_rank])
     return counted.to(device).reduce(ParallelGroups(data=group))
 

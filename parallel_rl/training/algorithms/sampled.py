@@ -75,8 +75,8 @@ def _draw(session: Session, config: RLConfig, step: int, positions: Sequence[int
     tensors = with_own_fields(
         samples, field_values, fields, [len(prompt) for prompt in tokens], engine.float_dtype
     ).tensors()
-    for name in [field.name for field in fields]:
-        others[name] = Sharing(engine).spread(tensors[name], tuple(tensors[name].shape))
+    for field in fields:
+        others[field.name] = Sharing(engine).spread(tensors[field.name], tuple(tensors[field.name].shape))
     if "greedy_rewards" in config.advantages.needs:
         if session.served is None:
             greedy = sample(engine, tokens[::size], positions, seed, settings, greedy=True)
