@@ -168,12 +168,12 @@ def test_truncation_compares_methods_that_agree() -> None:
 
 @pytest.mark.slow
 def test_token_stats_runs_to_its_report(tmp_path: Path) -> None:
-    """Takes half a minute: a process imports torch and Megatron, and compiles. Two ranks: in test_linear.py."""
+    """Takes half a minute: two processes import torch and Megatron, and compile the peers that are compiled."""
     pytest.importorskip("megatron.core")
     report = tmp_path / "stats.json"
-    sizes = ["--tokens", "64", "--vocab", "256", "--tp", "1", "--repeats", "1"]
+    sizes = ["--tokens", "64", "--vocab", "256", "--repeats", "1"]
     assert token_stats.main([*sizes, "--device", "cpu", "--json", str(report)]) == 0
     written = json.loads(report.read_text())
     assert set(written["results"]) == {"float32", "bfloat16"}
     for figures in written["results"].values():
-        assert set(figures) == {m.name for m in token_stats_methods.methods(tp=1)}
+        assert set(figures) == {m.name for m in token_stats_methods.methods(tp=2)}

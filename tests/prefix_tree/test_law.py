@@ -82,10 +82,10 @@ def test_cuts(cases: list[Case], cuts: list[Cut]) -> None:
         pytest.param(
             [case for case in law.CORE if case in OF_HEADS], HEADS[:1], id="core, zigzag", marks=pytest.mark.slow
         ),
+        pytest.param([case for case in MORE if case in OF_HEADS], HEADS[1:], id="more", marks=pytest.mark.slow),
     ],
 )
 def test_hidden_states_on_cuts(cases: list[Case], cuts: list[Cut]) -> None:
-    """Further options meet a head above, and cut rows in the test before."""
     assert _on_ranks(cases, cuts) == [[]] * 4
 
 

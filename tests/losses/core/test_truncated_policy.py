@@ -113,7 +113,7 @@ def expected(z: Tensor, data: dict[str, Tensor], name: str, rule: dict) -> tuple
 RULES = {"truncated": RULE, "recorded": {"kept_sets": True, "temperature": 0.9}}
 
 
-def on_layouts(rank: int, name: str, which: str) -> dict[str, tuple]:
+def on_layouts(rank: int, name: str, which: str, both: bool) -> dict[str, tuple]:
     found = {}
     for tp, cp in ((4, 1), (2, 2), (1, 4)):
         if S % (2 * cp):
@@ -131,19 +131,19 @@ def on_layouts(rank: int, name: str, which: str) -> dict[str, tuple]:
             flat = torch.stack([layout.shard(z[..., v], shift=False) for v in range(V)], -1)
             width = V // tp
             local = flat[:, (rank % tp) * width : (rank % tp + 1) * width].contiguous().view(*layout.local_shape, width)
-            # one rule uses the logits up where rows are packed, the other where they are padded
-            consume = packed == (which == "truncated")
-            leaf = local.clone().requires_grad_()
-            loss_fn = PolicyLossFn(CONFIGS[name], consume_logits=consume, **RULES[which])
-            call = SequencePackingLossWrapper(loss_fn, bounds) if packed else loss_fn
-            loss, metrics = call(leaf * 1, data, *count_valid([data]), rank % tp, tensor, context)
-            loss.backward()
-            assert leaf.grad is not None
-            grads = [layout.unshard(leaf.grad.view(-1, width)[:, v], context, shift=False) for v in range(width)]
-            reduced = reduce_metrics([metrics], ParallelGroups(tensor=tensor, context=context))
-            found[f"{tp} {cp} {packed} {consume}"] = (
-                loss.item(), torch.stack(grads, -1), rank % tp, reduced["dropped_tokens"].item(), tp
-            )  # fmt: skip
+            # in the quick tests one rule uses the logits up where rows are packed, the other where they are padded
+            for consume in (False, True) if both else (packed == (which == "truncated"),):
+                leaf = local.clone().requires_grad_()
+                loss_fn = PolicyLossFn(CONFIGS[name], consume_logits=consume, **RULES[which])
+                call = SequencePackingLossWrapper(loss_fn, bounds) if packed else loss_fn
+                loss, metrics = call(leaf * 1, data, *count_valid([data]), rank % tp, tensor, context)
+                loss.backward()
+                assert leaf.grad is not None
+                grads = [layout.unshard(leaf.grad.view(-1, width)[:, v], context, shift=False) for v in range(width)]
+                reduced = reduce_metrics([metrics], ParallelGroups(tensor=tensor, context=context))
+                found[f"{tp} {cp} {packed} {consume}"] = (
+                    loss.item(), torch.stack(grads, -1), rank % tp, reduced["dropped_tokens"].item(), tp
+                )  # fmt: skip
         old = token_logprobs(flat[:, (rank % tp) * width : (rank % tp + 1) * width].view(*layout.local_shape, width), data,
                              rank % tp, tensor, context, layout=layout, **RULES[which])  # fmt: skip
         found[f"old {tp}"] = (old,)
@@ -151,28 +151,27 @@ def on_layouts(rank: int, name: str, which: str) -> dict[str, tuple]:
 
 
 @cache
-def ranks_of(name: str, which: str) -> list[dict[str, tuple]]:
-    found: list[dict[str, tuple]] = run_world(4, on_layouts, name, which)
+def ranks_of(name: str, which: str, both: bool) -> list[dict[str, tuple]]:
+    found: list[dict[str, tuple]] = run_world(4, on_layouts, name, which, both)
     return found
 
 
 @pytest.mark.parametrize(
-    ("name", "which"),
+    ("name", "which", "both"),
     [
-        ("token", "truncated"),
-        ("sequence", "recorded"),
-        pytest.param("token", "recorded", marks=pytest.mark.slow),
-        pytest.param("sequence", "truncated", marks=pytest.mark.slow),
+        ("token", "truncated", False),
+        ("sequence", "recorded", False),
+        *(pytest.param(name, which, True, marks=pytest.mark.slow) for name in CONFIGS for which in RULES),
     ],
 )
-def test_on_layouts(name: str, which: str) -> None:
+def test_on_layouts(name: str, which: str, both: bool) -> None:
     z, data = make()
     whole = z.clone().requires_grad_()
     want, dropped = expected(whole, data, name, RULES[which])
     want.backward()
     assert whole.grad is not None
     assert dropped == (2 if which == "recorded" else dropped) and 2 <= dropped < 15
-    ranks = ranks_of(name, which)
+    ranks = ranks_of(name, which, both)
     for key in ranks[0]:
         if key.startswith("old"):
             continue
@@ -188,7 +187,7 @@ def test_old_logprobs_are_of_the_truncated_policy() -> None:
     z, data = make()
     data["token_mask"][:] = 1
     for name, which in (("token", "truncated"), ("sequence", "recorded")):  # the log-probs know nothing of the loss
-        rule, ranks = RULES[which], ranks_of(name, which)
+        rule, ranks = RULES[which], ranks_of(name, which, False)
         inside = torch.zeros(B, S, dtype=torch.bool)
         want = torch.zeros(B, S, dtype=torch.float64)
         for i in range(B):
