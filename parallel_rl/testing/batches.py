@@ -40,7 +40,7 @@ def make_batch(
     truncated: bool = False,
     sizes: Sizes = SIZES,
 ) -> Batch:
-    """Make a valid batch of ragged rows, of which fully masked ones fill a micro-batch.
+    """Make a valid batch of ragged rows; fully masked rows fill a micro-batch.
 
     `truncated` adds kept sets, and tokens outside an earlier policy's truncation.
     """

@@ -67,7 +67,7 @@ class ShardedOutput:
         """Compute [B, S − 1] log-probs of input_ids[:, 1:]; gradients of all context ranks' uses are summed.
 
         Args:
-            rows: [B] bool; tokens of other rows or outside token_mask are 0, whatever their logits. None: read all tokens.
+            rows: [B] bool; tokens of other rows or outside token_mask are 0. None: read all tokens.
             truncation: of the sampler; −inf for a token that it drops.
 
         Raises:
