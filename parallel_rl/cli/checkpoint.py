@@ -27,9 +27,7 @@ def add_sample(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument("checkpoint", metavar="CHECKPOINT")
     parser.add_argument("--prompt", metavar="TEXT", action="append", default=[], help="may be repeated")
     parser.add_argument("--samples", metavar="N", type=int, default=1, help="answers to each prompt (1)")
-    parser.add_argument(
-        "--temperature", metavar="T", type=float, help="default: the run's; 0 takes the likeliest token each time"
-    )
+    parser.add_argument("--temperature", metavar="T", type=float, help="default: the run's; 0 is greedy")
     parser.add_argument("--max-new-tokens", metavar="N", type=int, help="default: the run's")
     parser.add_argument("--seed", metavar="S", type=int, default=0, help="seed of the samples (0)")
     parser.add_argument("--config", metavar="FILE", help="the run's config; default: the config.yaml in its folder")
@@ -47,8 +45,7 @@ def _sample(known: argparse.Namespace, rest: Sequence[str]) -> None:
         raise ValueError(f"--samples {known.samples} is not valid; at least 1 is needed")
     if known.temperature is not None and not 0 <= known.temperature < math.inf:
         raise ValueError(
-            f"--temperature {known.temperature:g} is not valid; a finite number above 0 is needed, or 0, for the likeliest "
-            "token each time"
+            f"--temperature {known.temperature:g} is not valid; 0 (greedy) or a finite number above 0 is needed"
         )
     if not 0 <= known.seed < 2**31:
         raise ValueError(f"--seed {known.seed} is not valid; an integer from 0 to {2**31 - 1} is needed")

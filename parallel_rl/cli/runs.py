@@ -42,8 +42,8 @@ def add_parsers(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         type=float,
         nargs="?",
         const=300.0,
-        help="before the first step, check that the groups form and that the run's own loss obeys the law, within SECONDS "
-        "(300) of the last rank's start",
+        help="before the first step, check that the process groups form and that the run's loss equals one process's, within "
+        "SECONDS (300) of the last rank's start",
     )
     train.add_argument(
         "--dump-step",

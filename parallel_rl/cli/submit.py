@@ -121,7 +121,7 @@ def _arguments(known: argparse.Namespace, rest: Sequence[str]) -> list[str]:
         raise ValueError(f"--script {known.script} takes the place of {what}; leave those out")
     if rest and rest[0] != "--":
         raise ValueError(
-            f"{rest[0]!r} is not an option of `parallel-rl submit`; what is for {known.script} stands behind --"
+            f"{rest[0]!r} is not an option of `parallel-rl submit`; put the arguments of {known.script} after --"
         )
     return ["--script", known.script, *rest[1:]]
 
@@ -131,7 +131,7 @@ def _of_one_task(rest: Sequence[str], array: str | None) -> list[str]:
     named = any("{task}" in word for word in rest)
     if array is None:
         if named:
-            raise ValueError("{task} is the number of a task of an array, and there is none; add --array 0-3")
+            raise ValueError("{task} stands for the index of an array task, but the job is no array; add --array 0-3")
         return [*rest]
     if (first := re.match(r"\d+", array)) is None:
         raise ValueError(f"--array {array} is not valid; numbers as in 0-3, 1,5 or 0-15%4 are needed")
@@ -139,7 +139,9 @@ def _of_one_task(rest: Sequence[str], array: str | None) -> list[str]:
     folders = [word for before, word in pairs if before == "--run.dir" or word.startswith("--run.dir=")]
     own_loop = rest[:1] == ["--"]  # whose own arguments follow
     if not own_loop and not any("{task}" in folder for folder in folders):
-        raise ValueError(f"--array {array}: the tasks would write to one folder; add --run.dir runs/seed-{{task}}")
+        raise ValueError(
+            f"--array {array}: all tasks would write to the same run.dir; add --run.dir runs/seed-{{task}}"
+        )
     return [word.replace("{task}", first[0]) for word in rest]
 
 

@@ -114,7 +114,7 @@ def report(mine: Post, posts: Mapping[int, Post], heard: Mapping[int, tuple[Post
             for post in busy[:NAMED]
         ]
         if not busy:
-            lines.append("no rank is missing: they wait in different collectives, or the network does not carry")
+            lines.append("no rank is missing: they wait in different collectives, or the network is down")
     else:
         lines += [f"rank {post.rank} on {post.host} is at {post.what}, in {post.at}" for post in busy[:NAMED]]
     collectives: dict[tuple[str, str], list[int]] = {}
@@ -145,9 +145,9 @@ def _headline(mine: Post) -> str:
 
 def _missing(rank: int, last: tuple[Post, float] | None) -> str:
     if last is None:
-        return f"rank {rank} is MISSING: it was never heard of"
+        return f"rank {rank} is MISSING: it never sent a heartbeat"
     post, ago = last
-    return f"rank {rank} on {post.host} is MISSING: no answer; last heard of {ago:.1f} s ago, in {post.at}"
+    return f"rank {rank} on {post.host} is MISSING: no answer; its last heartbeat was {ago:.1f} s ago, in {post.at}"
 
 
 def ranges(values: Sequence[int]) -> str:

@@ -209,7 +209,9 @@ def _sbatch(job: Job) -> str:
     try:
         done = subprocess.run(job.command, env={**os.environ, **job.environment}, capture_output=True, text=True)  # nosec B603 # no shell
     except FileNotFoundError:
-        raise ValueError("sbatch is not there: submit from a host of a Slurm cluster, or add --dry-run") from None
+        raise ValueError(
+            "sbatch is not on PATH: submit from a login node of a Slurm cluster, or add --dry-run"
+        ) from None
     if done.returncode:
         raise ValueError(f"sbatch refuses: {done.stderr.strip()}{_on_offer()}")
     return done.stdout.strip()
@@ -235,7 +237,7 @@ def _settings() -> dict[str, str]:
 
 def _logs(flags: Mapping[str, str], site: Mapping[str, str]) -> str:
     batch = flags.get("output") or site.get("SBATCH_OUTPUT") or f"slurm-{_name(flags, site)}-%j.out"
-    return f"its log comes to {batch}, those of the ranks to {site.get('LOG_DIR') or 'runs/slurm'}/%j"
+    return f"its log is {batch}, the ranks' logs are in {site.get('LOG_DIR') or 'runs/slurm'}/%j"
 
 
 def _name(flags: Mapping[str, str], site: Mapping[str, str]) -> str:
@@ -246,14 +248,14 @@ def _ranks(resources: Resources, site: Mapping[str, str], path: Path) -> int:
     wanted, held, gpus = resources.ranks_per_node, site.get("NPROC_PER_NODE"), _gpus(resources, site)
     if wanted is not None and held != str(wanted):
         raise ValueError(
-            f"--ranks-per-node {wanted}, and {path} sets NPROC_PER_NODE = {held}, which holds in the job; take one of them away"
+            f"--ranks-per-node {wanted} contradicts NPROC_PER_NODE = {held} in {path}, which the job uses; remove one of them"
         )
     ranks = _number("NPROC_PER_NODE", held) if held else gpus
     if ranks < 1:
-        raise ValueError("there are no GPUs on a node, hence no ranks; add --ranks-per-node N")
+        raise ValueError("0 ranks per node: it has no GPUs, or NPROC_PER_NODE = 0; add --ranks-per-node N")
     if 0 < gpus < ranks:
         raise ValueError(
-            f"{ranks} ranks on a node of {gpus} GPUs: a rank needs one; change --ranks-per-node or --gpus-per-node"
+            f"{ranks} ranks per node exceed its {gpus} GPUs, one per rank; change --ranks-per-node or --gpus-per-node"
         )
     return ranks
 
@@ -279,7 +281,7 @@ def _site(path: Path, settings: Mapping[str, str]) -> dict[str, str]:
     environment = {**os.environ, **settings}
     if not path.exists():
         if os.environ.get("SITE_CONF"):
-            raise ValueError(f"SITE_CONF = {path} is not there")
+            raise ValueError(f"SITE_CONF = {path} does not exist; correct the path, or unset it")
         return environment
     # as env.sh sources it, `module load` included; an unset name is allowed
     shell = """set -a; trap 'echo "line $LINENO: status $?" >&2; exit 1' ERR; source "$1" >&2; exec env -0"""

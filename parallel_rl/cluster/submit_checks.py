@@ -57,13 +57,13 @@ def check_signal(signal: str, limit: int | None) -> None:
         )
     if "B" not in (match[1] or ""):
         raise ValueError(
-            f"--signal {signal} has no B:, so the signal would go to the ranks instead of the batch script: it would end the "
-            f"check before the start and be lost while ranks import; {cure}"
+            f"--signal {signal} has no B:, so Slurm would signal the ranks instead of the batch script: the signal would "
+            f"kill the check before the start, or be lost during imports; {cure}"
         )
     if limit is not None and notice + _DEFAULT_NOTICE > limit:
         raise ValueError(
-            f"--signal {signal} with a time limit of {limit} s: the run would be asked to stop as soon as it starts, at each "
-            f"start. Write --signal B:USR1@{limit // 4}, or give a longer --time"
+            f"--signal {signal} with a time limit of {limit} s: the signal would stop the run right after each start. Write "
+            f"--signal B:USR1@{limit // 4}, or give a longer --time"
         )
 
 
@@ -100,7 +100,10 @@ def check_python(site: Mapping[str, str]) -> str | None:
     default = Path.cwd() / ".venv/bin/python"
     if python or os.access(default, os.X_OK):
         return None
-    return f"{default} is not there, and the job would fail at its first command: make install, or set PYTHON=/path/to/python"
+    return (
+        f"{default} does not exist, so the job would fail at its first command: run make install, or set "
+        "PYTHON=/path/to/python"
+    )
 
 
 def check_rendezvous(nodes: int, site: Mapping[str, str]) -> list[str]:
@@ -108,8 +111,8 @@ def check_rendezvous(nodes: int, site: Mapping[str, str]) -> list[str]:
     address = site.get("MASTER_ADDR")
     if nodes > 1 and address and _LOOPBACK.fullmatch(address.lower()):
         raise ValueError(
-            f"MASTER_ADDR = {address} ({_origin('MASTER_ADDR', site)}): each of {nodes} nodes would wait for the others at "
-            "itself, and the job would fail after GATE_SECONDS. Unset it; the job takes its first node"
+            f"MASTER_ADDR = {address} ({_origin('MASTER_ADDR', site)}): each of {nodes} nodes would wait for the others on "
+            "its own loopback address, and the job would fail after GATE_SECONDS. Unset it to use the job's first node"
         )
     return [
         f"{name} = {site[name]} ({_origin(name, site)}): the ranks meet there, and not {instead}; unset it unless you mean it"
@@ -147,7 +150,7 @@ def check_container(site: Mapping[str, str], servers: bool) -> str | None:
         return None
     return (
         f"{name} = {site[name]}, and srun on this host has no --container-image: without the pyxis plugin the job would fail "
-        "at its first command. Install pyxis, or name an environment by PYTHON and take the image away"
+        f"at its first command. Install pyxis, or unset {name} and set PYTHON to an environment's python"
     )
 
 

@@ -221,8 +221,8 @@ class _Watch:
         if ending is None or min(ending, still) < _TERM or progress.saving() or self._waits():
             return ""
         return (
-            f"SIGTERM came {ending:.0f} s ago, and it is stuck since {still:.0f} s at {self._place}, in {progress.doing()}; "
-            "it ends without a save, and the last checkpoint stays"
+            f"SIGTERM came {ending:.0f} s ago, but the rank has been stuck for {still:.0f} s at {self._place}, in "
+            f"{progress.doing()}; it exits without saving, and the last checkpoint is kept"
         )
 
     def _orphaned(self) -> bool:

@@ -14,10 +14,12 @@ import pytest
 ROOT = Path(__file__).parents[2]
 SUMMARY = "parallel-rl: error (node {0}, node{1}): rank {0} {2}"
 IMPORT = "1: [default0]:parallel-rl: error (rank 1): --import mine failed: RuntimeError: raised there"
-STUCK = "0: [default0]:parallel-rl: error (rank 0): SIGTERM came 24 s ago, and it is stuck since 60 s at x.py:7"
+STUCK = (
+    "0: [default0]:parallel-rl: error (rank 0): SIGTERM came 24 s ago, but the rank has been stuck for 60 s at x.py:7"
+)
 WAITS = "0: [default0]:parallel-rl: error (rank 0, rl step 4): waited in all_reduce at x.py:7; it failed: closed"
 LAST = "0: [default0]:parallel-rl: error (rank 0, rl step 4): waited in all_reduce at x.py:7; it last moved 27.0 s ago"
-MISSING = "0: [default0]:  rank 1 on node2 is MISSING: no answer; last heard of 28.1 s ago, in rl step 4"
+MISSING = "0: [default0]:  rank 1 on node2 is MISSING: no answer; its last heartbeat was 28.1 s ago, in rl step 4"
 GLOO = (
     "0: [default0]:parallel-rl: error (rank 0): RuntimeError: [/gloo/gloo/transport/tcp/pair.cc:534] Connection closed"
 )

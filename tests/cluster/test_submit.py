@@ -108,7 +108,10 @@ def test_anything_of_sbatch_is_handed_on(words: str, capsys: pytest.CaptureFixtu
         ([CONFIG, "--nodes", "0"], "--nodes 0"),
         ([CONFIG], "--nodes N is needed"),
         ([CONFIG, "--nodes", "1", "--gpus-per-node", "0"], "--ranks-per-node"),
-        ([CONFIG, "--nodes", "1", "--gpus-per-node", "4", "--ranks-per-node", "8"], "8 ranks on a node of 4 GPUs"),
+        (
+            [CONFIG, "--nodes", "1", "--gpus-per-node", "4", "--ranks-per-node", "8"],
+            "8 ranks per node exceed its 4 GPUs",
+        ),
         ([CONFIG, "--nodes", "1", "--cpus-per-task", "0"], "--cpus-per-task 0 is not valid"),
         ([CONFIG, "--nodes", "1", "--time", "1 hour"], "--time 1 hour is not valid; minutes"),
         ([CONFIG, "--nodes", "1", "--partion", "x"], "--partion is not an option .* did you mean '--partition'"),
@@ -125,7 +128,7 @@ def test_anything_of_sbatch_is_handed_on(words: str, capsys: pytest.CaptureFixtu
         ([CONFIG, "--nodes", "1", "--signal", "B:USR1@1m"], "B:USR1@1m is not valid; write"),
         (
             [CONFIG, "--nodes", "1", "--time", "10", "--signal", "B:USR1@600"],
-            "asked to stop as soon as it starts.*@150",
+            "stop the run right after each start.*@150",
         ),
         ([CONFIG, "--nodes", "1", "--output", "none/%j.out"], "the folder none does not exist.* mkdir -p none"),
         ([CONFIG, "--nodes", "1", "--output", "slurm/%j/out"], "its folder depends on the job.* 0:53"),
@@ -134,14 +137,14 @@ def test_anything_of_sbatch_is_handed_on(words: str, capsys: pytest.CaptureFixtu
         ([CONFIG, "--nodes", "1", "--sbatch", "--comment='x"], "No closing quotation"),
         (["--script", "none.py", "--nodes", "1"], "--script none.py cannot be run: .*No such file"),
         (["--script", "slurm/env.sh", "--nodes", "1"], "--script slurm/env.sh cannot be run: invalid syntax"),
-        (["--script", "tests/launch.py", "--nodes", "1", "--lr", "1"], "'--lr' is not .* stands behind --"),
+        (["--script", "tests/launch.py", "--nodes", "1", "--lr", "1"], "'--lr' is not .* after --"),
         (["--script", "tests/launch.py", "--nodes", "1", "--recipe", "grpo"], "takes the place of a config"),
         (["configs/none.yaml", "--nodes", "1"], "does not exist"),
         ([CONFIG, "--nodes", "1", "--data.train", "none.jsonl"], "none.jsonl"),
         ([CONFIG, "--nodes", "1", "--dump-step", "900000"], "--dump-step 900000 is not valid"),
-        ([CONFIG, "--nodes", "1", "--run.seed", "{task}"], "{task} is the number of a task .*add --array"),
+        ([CONFIG, "--nodes", "1", "--run.seed", "{task}"], "{task} stands for the index of an array task.*add --array"),
         ([CONFIG, "--nodes", "1", "--array", "x"], "--array x is not valid"),
-        ([CONFIG, "--nodes", "1", "--array", "0-3", "--run.seed", "{task}"], "to one folder; add --run.dir"),
+        ([CONFIG, "--nodes", "1", "--array", "0-3", "--run.seed", "{task}"], "to the same run.dir; add --run.dir"),
         ([CONFIG, "--nodes", "1", "--server-nodes", "1"], "--server-nodes 1, and SERVER_COMMAND is '': .* need both"),
         ([CONFIG, "--nodes", "1", "--server-command", "x"], "--server-nodes 0, and SERVER_COMMAND is 'x'"),
     ],
@@ -210,7 +213,7 @@ def test_the_job_has_the_ranks_that_its_nodes_give(tmp_path: Path, monkeypatch: 
     assert (cpus.world, cpus.environment["NPROC_PER_NODE"]) == (6, "3")
     site = tmp_path / "site.conf"
     monkeypatch.setenv("SITE_CONF", str(site))
-    with pytest.raises(ValueError, match=f"SITE_CONF = {site} is not there"):
+    with pytest.raises(ValueError, match=f"SITE_CONF = {site} does not exist"):
         plan(Resources(2), ["c.yaml"])
     site.write_text("export SBATCH_GPUS_PER_NODE=2\n")
     assert plan(Resources(2), ["c.yaml"]).world == 4
@@ -303,5 +306,5 @@ def test_the_record_of_a_job_is_there_before_the_job_is(
     assert record.name.endswith("-17")
     _, command, said = capsys.readouterr().out.splitlines()
     assert (record / "command.sh").read_text() == f"cd {ROOT}\n{command}\n"
-    logs = "its log comes to slurm-mine-17.out, those of the ranks to runs/slurm/17"
+    logs = "its log is slurm-mine-17.out, the ranks' logs are in runs/slurm/17"
     assert said == f"Submitted batch job 17; {logs}; its command and what it runs are in {record}"

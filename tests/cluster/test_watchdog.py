@@ -31,10 +31,10 @@ def test_a_rank_without_an_answer_is_missing() -> None:
     assert text == (
         "parallel-rl: error (rank 0, rl step 7): waited in all_reduce (session.py:131 total), in training; it last moved "
         "540.0 s ago\n"
-        "  rank 2 on b is MISSING: no answer; last heard of 12.3 s ago, in rl step 7, asking for rewards\n"
+        "  rank 2 on b is MISSING: no answer; its last heartbeat was 12.3 s ago, in rl step 7, asking for rewards\n"
         "  waiting in all_reduce (session.py:131 total), rl step 7, training: rank 0-1, 3\n"
     )
-    assert "rank 2 is MISSING: it was never heard of" in report(WAITS, {0: WAITS, 1: others[0]}, {}, 3)
+    assert "rank 2 is MISSING: it never sent a heartbeat" in report(WAITS, {0: WAITS, 1: others[0]}, {}, 3)
 
 
 def test_a_rank_that_is_elsewhere_is_missing() -> None:
@@ -201,7 +201,7 @@ def test_a_rank_that_is_stuck_as_sigterm_comes_says_where_and_ends(
     watch.close()
     where = r"test_watchdog.py:\d+ test_a_rank_that_is_stuck\w+, in asking the reward function"
     assert re.match(
-        rf"parallel-rl: error \(rank 0\): SIGTERM came \d s ago, and it is stuck since \d s at {where}; it ends",
+        rf"parallel-rl: error \(rank 0\): SIGTERM came \d s ago, but the rank has been stuck for \d s at {where}; it exits",
         said[0],
     )
 

@@ -127,7 +127,7 @@ def test_submit_puts_the_same_job_on_the_queue(cluster: Cluster, tmp_path: Path)
     found = re.search(r"Submitted batch job (\d+)", said)
     assert found is not None
     number = int(found[1])
-    assert f"those of the ranks to {tmp_path}/logs/{number};" in said
+    assert f"the ranks' logs are in {tmp_path}/logs/{number};" in said
     checked(cluster, number, tmp_path / "logs")
     (ROOT / f"slurm-mine-{number}.out").unlink(missing_ok=True)
     assert len(curve(tmp_path / "run")) == 1

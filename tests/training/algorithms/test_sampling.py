@@ -76,7 +76,7 @@ def test_every_layout_prints_the_same_answers_once(checkpoint: Path) -> None:
         (["--prompt", "1", "--samples", "0"], "--samples 0 is not valid"),
         (
             ["--prompt", "1", "--temperature", "-1"],
-            "--temperature -1 is not valid; a finite number above 0 is needed, or 0, for",
+            "--temperature -1 is not valid; 0 (greedy) or a finite number above 0 is",
         ),
         (["--prompt", "1+2=", "--max-new-tokens", "80"], "more than model.max_positions = 64; lower --max-new-tokens"),
         (["--prompt", "1", "--model.hidden", "32"], "the checkpoint = "),
