@@ -59,7 +59,7 @@ def math_equal(prompt: str, completion: str, answer: object) -> float:
 def check_math() -> None:
     """Raise ValueError if math-verify is not installed."""
     if importlib.util.find_spec("math_verify") is None:
-        raise ValueError("reward = 'math' asks math-verify, which is not installed: pip install math-verify")
+        raise ValueError("reward = 'math' needs math-verify, which is not installed: pip install math-verify")
 
 
 class _Worker:

@@ -33,7 +33,7 @@ class DynamicSampling:
         if not self.low < self.high:
             raise ValueError(f"low = {self.low} must be below high = {self.high}")
         if self.max_rounds < 2:
-            raise ValueError(f"max_rounds = {self.max_rounds} must be at least 2: with one nothing is drawn again")
+            raise ValueError(f"max_rounds = {self.max_rounds} must be at least 2: one round never samples again")
 
     def keeps(self, rewards: Tensor) -> list[bool]:
         """Return whether each prompt stays, from rewards [prompts, samples]; NaN for failed samples.

@@ -144,7 +144,9 @@ class SampleFailures:
         """Print the first fault of log-probs that nothing reads; its sample stays."""
         if fault is not None and "unread" not in self._printed:
             self._printed.add("unread")
-            print(f"warning: log-probs of a sample failed, which nothing reads here: {fault}", flush=True)
+            print(
+                f"warning: the log-probs of a sample are invalid, but this run does not read them: {fault}", flush=True
+            )
 
     def count(
         self,

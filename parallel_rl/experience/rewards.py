@@ -220,7 +220,7 @@ class _Checked:
                 values[-1], fields[-1] = number, others_of_sample
             else:
                 faults[index] = ValueError(
-                    f"reward {self.name!r} of sample {index} is {brief(value)}; a finite number is needed, in float32, too, or "
+                    f"reward {self.name!r} of sample {index} is {brief(value)}; a finite number is needed (in float32), or "
                     "{'reward': number, ...}"
                 )
         return Scored(torch.tensor(values, dtype=torch.float64), faults, fields)

@@ -53,7 +53,7 @@ class CompletionServerConfig(PostingConfig):
         for url in self.urls:
             check_address(url)
             if url.endswith("/v1"):
-                raise ValueError(f"url = {url!r} ends with /v1, which is added by itself; give the address before it")
+                raise ValueError(f"url = {url!r} ends with /v1, which is added automatically; leave /v1 out")
         if len(set(self.urls)) < len(self.urls):
             raise ValueError(f"url = {list(self.urls)} names a server twice")
         if self.api == "openai" and not self.model:

@@ -111,7 +111,7 @@ def _openai_choice(choice: object, where: str, expected: Expected, version: int 
         if not isinstance(named, list) or not all(isinstance(x, str) and x.startswith(_PREFIX) for x in named):
             raise ValueError(
                 f"{where}: there are no token ids: neither token_ids nor tokens of the form 'token_id:7' "
-                f"(tokens is {brief(named)}); the server must know return_token_ids or return_tokens_as_token_ids"
+                f"(tokens is {brief(named)}); the server must support return_token_ids or return_tokens_as_token_ids"
             )
         tokens = [_integer(text[len(_PREFIX) :]) for text in named]
     if not isinstance(tokens, list):
@@ -129,7 +129,7 @@ def _completion(
     if len(tokens) != len(logprobs):
         raise ValueError(f"{where}: {len(logprobs)} log-probs came back for {len(tokens)} tokens")
     if not 1 <= len(tokens) <= expected.max_tokens:
-        raise ValueError(f"{where}: {len(tokens)} tokens came back; 1 to {expected.max_tokens} were asked for")
+        raise ValueError(f"{where}: {len(tokens)} tokens came back; the request allows 1 to {expected.max_tokens}")
     for place, token in enumerate(tokens):
         if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < expected.vocab_size:
             raise ValueError(

@@ -127,7 +127,7 @@ class Poster:
                 address = url if isinstance(url, str) else url(attempt)
                 where = f"{address}, attempt {attempt} of {attempts}"
                 if stop.is_set():
-                    raise self.failure(where, "not asked, for another request has failed")
+                    raise self.failure(where, "not sent, because another request failed")
                 try:
                     return self._attempt(address, raw, read)
                 except _FailedAttempt as failed:

@@ -74,7 +74,7 @@ def exchange(url: str, body: bytes | None, headers: Mapping[str, str], seconds: 
                 return _read(response, most)
     except ssl.SSLCertVerificationError as error:
         why = f"the server's certificate is not trusted: {error.verify_message}"
-        raise ValueError(f"{why}; the file that SSL_CERT_FILE names must have its authority") from None
+        raise ValueError(f"{why}; set SSL_CERT_FILE to a file that holds its certificate authority") from None
     except (HTTPError, http.client.HTTPException, OSError) as error:
         raise meter.failure(most) or _no_answer(error) from None
 
@@ -83,7 +83,10 @@ def _read(response: HTTPResponse, most: int) -> Answer:
     well = 200 <= response.status < 300
     coded = response.headers.get("Content-Encoding", "identity").strip().lower()
     if well and coded != "identity":
-        raise ValueError(f"the answer is compressed ({coded[:20]}), which was not asked for")
+        raise ValueError(
+            f"the answer is compressed ({coded[:20]}), but the request accepts no compression; turn it off at the server or "
+            "proxy"
+        )
     limit, parts, size = most if well else _REFUSAL, [], 0
     with contextlib.nullcontext() if well else contextlib.suppress(HTTPError, OSError):
         while size <= limit and (part := response.read1(1 << 16, decode_content=False)):

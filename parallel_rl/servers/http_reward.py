@@ -30,7 +30,7 @@ _WHY = dict.fromkeys(("authorization", "proxy-authorization", "cookie"), _KEY) |
         "accept-encoding",
         "connection",
     ),
-    "it is set by itself",
+    "it is set automatically; leave it out",
 )
 _TOKEN = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]+")
 
@@ -171,6 +171,6 @@ def _rewards(answer: bytes, count: int) -> list[_Score | str]:
     return [
         (float(reward), fields)  # type: ignore[arg-type]  # a number
         if is_finite(reward)
-        else f"reward {index} of {count} is {brief(reward)}; a finite number is needed, in float32, too"
+        else f"reward {index} of {count} is {brief(reward)}; a finite number is needed (in float32)"
         for index, (reward, fields) in enumerate(map(split_score, rewards))
     ]

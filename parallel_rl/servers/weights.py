@@ -130,7 +130,7 @@ class ServerWeights:
         self._post(self._poster, url, self._protocol.resume)
         if (reported := self._version(url, self._poster)) != version:
             raise self._poster.failure(
-                url, f"it was given the weights of version {version} and reports version {reported!r}"
+                url, f"after loading the weights of version {version} it reports version {reported!r}"
             )
 
     def _check(self, url: str, shape: Mapping[str, object], as_drawn: bool) -> None:
@@ -142,8 +142,8 @@ class ServerWeights:
             if as_drawn and mode not in (None, "processed_logprobs"):
                 raise self._poster.failure(
                     url,
-                    f"its log-probs are {mode!r}, which leave out temperature, top_k and top_p; start "
-                    "it with --logprobs-mode processed_logprobs",
+                    f"logprobs_mode = {mode!r} ignores temperature, top_k and top_p; start it with --logprobs-mode "
+                    "processed_logprobs",
                 )
         served = _config_of(folder)
         differ = [key for key in SHAPE if {key} <= served.keys() & shape.keys() and served[key] != shape[key]]
@@ -169,7 +169,9 @@ class ServerWeights:
         answer = self._get(url, self._protocol.version, poster)
         version = _inside(answer, "weight_version")
         if version is None:
-            raise self._poster.failure(url + self._protocol.version, f"it tells no weight_version: {str(answer)[:200]}")
+            raise self._poster.failure(
+                url + self._protocol.version, f"its answer has no weight_version: {str(answer)[:200]}"
+            )
         return str(version)
 
     def _get(self, url: str, path: str, poster: Poster) -> object:

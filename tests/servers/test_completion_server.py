@@ -160,7 +160,7 @@ LOGPROB = r"/v1/completions: sample 8 \(choice 1 of 2\): the log-prob of token "
         (with_choice(token_ids=None), SAMPLE + r"there are no token ids: .*'<.*return_token_ids"),
         (with_choice(token_ids=[5, END]), SAMPLE + "3 log-probs came back for 2 tokens"),
         (with_choice(token_logprobs=[-1.0, -2.0]), SAMPLE + "2 log-probs came back for 3 tokens"),
-        (with_choice(token_ids=[], token_logprobs=[]), SAMPLE + "0 tokens came back; 1 to 6 were asked for"),
+        (with_choice(token_ids=[], token_logprobs=[]), SAMPLE + "0 tokens came back; the request allows 1 to 6"),
         (
             with_choice(token_ids=[5] * 7, token_logprobs=[-1.0] * 7, finish_reason="length"),
             SAMPLE + "7 tokens came back",

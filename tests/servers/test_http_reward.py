@@ -209,7 +209,7 @@ def test_a_server_that_is_not_up_yet_is_waited_for(capsys: pytest.CaptureFixture
         while not any_server_away():
             time.sleep(0.01)
         stop.set()
-        with pytest.raises(ServerError, match="another request has failed"):
+        with pytest.raises(ServerError, match="another request failed"):
             given_up.result(30)
     assert not any_server_away()
 

@@ -64,7 +64,7 @@ def test_a_server_that_cannot_load_goes_on_and_says_why(name: str, tmp_path: Pat
 def test_a_version_that_does_not_arrive(folder: Path) -> None:
     with (
         serve_engine(EngineServer(stays=True)) as server,
-        pytest.raises(CompletionServerError, match="given the weights of version 3 and reports version 'default'"),
+        pytest.raises(CompletionServerError, match="loading the weights of version 3 it reports version 'default'"),
     ):
         results(weights("vllm", server.root).update(folder, 3))
 
@@ -82,7 +82,7 @@ def test_a_version_that_does_not_arrive(folder: Path) -> None:
         (
             "vllm",
             EngineServer(mode="raw_logprobs"),
-            "its log-probs are 'raw_logprobs'.*--logprobs-mode processed_logprobs",
+            "logprobs_mode = 'raw_logprobs' ignores.*--logprobs-mode processed_logprobs",
         ),
     ],
 )

@@ -187,8 +187,8 @@ class RemoteRollouts:
             self._resend(lost)
         else:
             raise ValueError(
-                f"the completion servers {', '.join(lost)} lost the trainer's weights {_RESTARTS} times while the same samples "
-                "were drawn: something other than rl.server.update restarts them or sends them weights"
+                f"the completion servers {', '.join(lost)} lost the trainer's weights {_RESTARTS} times while sampling "
+                "the same prompts: something other than rl.server.update restarts them or loads weights. Find and stop it"
             )
         raise_on_all_ranks(lambda: self._check_versions(requests, completions), self._all_groups)
         local = [[len(completion.tokens), completion.version, self._place(completion)] for completion in completions]
@@ -226,7 +226,7 @@ class RemoteRollouts:
 
         completions = raise_on_all_ranks(read, self._all_groups)
         if not well:
-            raise ValueError("the completion server failed another rank")
+            raise ValueError("a completion request of another rank failed; see its error")
         return completions
 
     def _check_versions(self, requests: Sequence[_Request], completions: Sequence[Completion]) -> None:
@@ -237,8 +237,8 @@ class RemoteRollouts:
             if completion.version != request.version:
                 raise ValueError(
                     f"completion server {completion.url or ', '.join(self.config.urls)}: a sample is of version "
-                    f"{completion.version}, and the server had acknowledged the trainer's version {request.version}; name "
-                    "each server by its own URL"
+                    f"{completion.version}, although the server acknowledged version {request.version}; name each server by "
+                    "its own URL"
                 )
 
     def _place(self, completion: Completion) -> int:
@@ -280,7 +280,7 @@ class RemoteRollouts:
         self._drop()
         first = dist.get_rank() == 0
         if first:
-            print(f"{', '.join(lost)} lost the weights of version {self._version}; they are sent again", flush=True)
+            print(f"{', '.join(lost)} lost the weights of version {self._version}; sending them again", flush=True)
         self._sharing.finish(self._weights.update(self._folder, self._version, lost) if first else [])
 
     def _drop(self) -> None:

@@ -29,7 +29,7 @@ def test_a_sample_of_another_version_than_was_acknowledged(tmp_path: Path) -> No
 
     with serve_engine(Another()) as server, pytest.raises(WorldError) as caught:
         in_step(tmp_path, server, "DP 2")
-    wanted = f"{server.root}: a sample is of version 7, and the server had acknowledged the trainer's version 0"
+    wanted = f"{server.root}: a sample is of version 7, although the server acknowledged version 0"
     assert sorted(caught.value.errors) == [0, 1] and all(wanted in error for error in caught.value.errors.values())
 
 
@@ -37,7 +37,7 @@ def test_a_sample_of_another_version_than_was_acknowledged(tmp_path: Path) -> No
     ("engine", "more", "message"),
     [
         (EngineServer(lacks=("/weight_info",)), {}, "vllm has no /weight_info: start it with VLLM_SERVER_DEV_MODE=1"),
-        (EngineServer(stays=True), {}, "was given the weights of version 0 and reports version 'default'"),
+        (EngineServer(stays=True), {}, "after loading the weights of version 0 it reports version 'default'"),
         (EngineServer(lacks=(COMPLETE,)), {}, "status 404 Not Found"),
         (EngineServer(lacks=("/collective_rpc",)), {}, "vllm has no /collective_rpc"),
         (EngineServer(), {"rl__server__model": "other"}, "it has no model 'other'; it serves 'tiny'"),

@@ -300,7 +300,12 @@ def test_a_sample_that_fails_is_masked_and_counted(tmp_path: Path) -> None:
             assert_near(train(tmp_path / layout, server, layout, **more), one, where=layout)
         greedy = {**more, "reward": "long_answers", "rl__steps": 1, "rl__advantages": "remax"}
         [screen] = run_world(1, screen_of_run, arguments(tmp_path / "greedy", server, **greedy))
-        assert screen.count("warning: log-probs of a sample failed, which nothing reads here: completion server") == 1
+        assert (
+            screen.count(
+                "warning: the log-probs of a sample are invalid, but this run does not read them: completion server"
+            )
+            == 1
+        )
         hung = {**more, "reward": "stuck_on_odd", "rl__failed_samples": "{retries: 0, max_share: 0.9, timeout: 0.05}"}
         late = train(tmp_path / "hung", server, "DP 2", **hung)
         names = {"samples_failed/reward": "samples_failed/timeout", "samples_failed/timeout": "samples_failed/reward"}
