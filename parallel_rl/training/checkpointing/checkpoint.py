@@ -216,7 +216,9 @@ def fill_weights(model: torch.nn.Module, state: State, *, whole: bool = True) ->
     missing, unknown = model.load_state_dict({name: x for name, x in state.items() if engine not in name}, strict=False)
     missing = [name for name in missing if engine not in name]
     if whole and (missing or unknown):
-        raise ValueError(f"the model's weights {missing} are not in it, and the model has no {unknown}")
+        raise ValueError(
+            f"it lacks the model's weights {missing}, and has the weights {unknown}, which the model lacks"
+        )
 
 
 def _seal(partial: Path, failed: str) -> Mapping[str, FileEntry]:

@@ -99,7 +99,8 @@ class KLControllerConfig:
         """Refuse a coefficient of 0, which no factor changes, and `samples` above the horizon's bound."""
         if coefficient == 0:
             raise ValueError(
-                "kl_controller has no effect with advantages.kl_coefficient = 0; set where the coefficient starts, or remove it"
+                "kl_controller has no effect with advantages.kl_coefficient = 0; set that coefficient to its start value, or "
+                "remove kl_controller"
             )
         if samples >= 5 * self.horizon:
             raise ValueError(

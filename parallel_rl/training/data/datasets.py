@@ -169,20 +169,20 @@ class Datasets:
 
     def check_metadata(self, metadata: Mapping[str, object], where: object) -> None:
         """Raise ValueError for a checkpoint with another seed, source or fingerprint; names it."""
-        mine, then = self.metadata(), f"when {where} was written, so the run cannot continue with the next record"
+        mine, then = self.metadata(), f"when {where} was written: the run cannot resume at the next record"
         otherwise = "choose another run.dir, or set run.resume = 'never'"
         if (seed := metadata.get("data_seed")) != mine["data_seed"]:
-            raise ValueError(f"run.seed = {self.seed} was {seed} {then} of the same order. Restore it, {otherwise}")
+            raise ValueError(f"run.seed = {self.seed} was {seed} {then} of that order. Restore it, {otherwise}")
         if (before := str(metadata.get("data_map", ""))) != self.map:
             raise ValueError(
-                f"data.map is {self.map or 'not set'} and was {before or 'not set'} {then} (its name, and a hash of its "
-                f"module's source). Restore it, {otherwise}"
+                f"data.map (its name, and a hash of its module's source) is {self.map or 'not set'} and was "
+                f"{before or 'not set'} {then}. Restore it, {otherwise}"
             )
         for name in (f"data_{source}" for source in SOURCES):
             key = f"data.{name.removeprefix('data_')}"
             if name in mine and name in metadata and mine[name] != metadata[name]:
                 raise ValueError(
-                    f"{key} is not what it was {then} (its content or order, or data.buffer_megabytes). Restore it, {otherwise}"
+                    f"{key} had another content or order, or another data.buffer_megabytes, {then}. Restore it, {otherwise}"
                 )
             # an evaluation may be added or removed: it does not change the order
             if name != "data_held_out" and (name in mine) != (name in metadata):

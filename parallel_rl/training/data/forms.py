@@ -41,8 +41,8 @@ class RecordForm:
         if missing or (unknown := self.unknown(row)):
             fault = f"the column {missing[0]!r} is missing" if missing else f"the column {unknown[0]!r} is unknown"
             raise ValueError(
-                f"the record is not of {self.title} form, that of the source: {fault}; it has {', '.join(row)}. With data.form "
-                "set, columns that a form does not read are left aside"
+                f"the record is not of {self.title} form, that of the source: {fault}; it has {', '.join(row)}. Set "
+                "data.form to ignore the columns that it does not read"
             )
         return self.convert(row), {key: value for key, value in row.items() if key not in (*self.needs, *self.may)}
 
@@ -61,7 +61,7 @@ class RecordForm:
         """Describe the form by its columns in the first record."""
         used = [key for key in row if key in (*self.needs, *self.may)]
         aside = [key for key in row if key not in used]
-        return f"{self.title} form: {', '.join(used)}" + (f"; {', '.join(aside)} left aside" if aside else "")
+        return f"{self.title} form: {', '.join(used)}" + (f"; {', '.join(aside)} ignored" if aside else "")
 
 
 Forms = Mapping[str, tuple[RecordForm, str]]
@@ -110,7 +110,7 @@ def left_aside(config: DataConfig, files: Mapping[str, Sequence[DataFile]], own:
         keys, parts = unknown_keys(row), []
         if aside:
             parts.append(
-                f"{', '.join(aside)} left aside" + (", or for a reward function" if source in _PROMPTS else "")
+                f"{', '.join(aside)} ignored" + (", except by a reward function" if source in _PROMPTS else "")
             )
         if keys:
             parts.append(f"of messages, {', '.join(keys)} left to the chat template")

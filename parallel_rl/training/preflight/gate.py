@@ -102,7 +102,8 @@ def _check_fused(subject: Given, layouts: Sequence[Layout], rank: Rank, stages: 
         wrong = hidden_states.faults(batch, trial.want, {layout.name: of_stage}, _TOLERANCE)
         if wrong:
             raise RuntimeError(
-                f"{subject.name} from hidden states (model.fused_head) breaks the law: {'; '.join(sorted(set(wrong)))}"
+                f"{subject.name} from hidden states (model.fused_head) differs from one process: "
+                f"{'; '.join(sorted(set(wrong)))}. Set it to false"
             )
 
 
@@ -148,7 +149,7 @@ def check_in(seconds: float) -> dist.Store:
         store, rank, _ = next(dist.rendezvous("env://", timeout=timedelta(seconds=seconds)))
     except (dist.DistError, TimeoutError) as error:
         where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
-        raise ValueError(f"the rendezvous at {where} was not there in {seconds:g} s: {error}") from None
+        raise ValueError(f"the rendezvous at {where} was not reachable within {seconds:g} s: {error}") from None
     store.set(f"gate/up/{rank}", "")
     number, end = store.add("gate/number", 1), time.monotonic() + seconds
     while not store.check(["gate/verdict"]):

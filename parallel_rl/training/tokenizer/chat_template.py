@@ -162,14 +162,14 @@ def turns(
     for place, prompt, answer in zip(places, texts[::2], [*texts[1::2], full_text], strict=False):
         if not answer.startswith(prompt):
             raise ValueError(
-                f"{template.where} does not write an answer after its own prompt: {_end_of(prompt)} is not where the answer "
-                "begins in the whole conversation; fix the template, or set tokenizer.variables"
+                f"{template.where} renders an answer without its prompt before it: the conversation does not begin with the "
+                f"prompt, which ends in {_end_of(prompt)}; fix the template, or set tokenizer.variables"
             )
         if not full_text.startswith(answer) or (bounds and len(prompt) < bounds[-1][1]):
             raise ValueError(
-                f"{template.where} writes messages[{place}], an answer, differently when the conversation continues: "
-                f"{_end_of(answer)} does not begin the whole, so that not every answer can be learned in one sequence. "
-                "data.mask_history: true learns the last one only; tokenizer.template names one that keeps earlier answers"
+                f"{template.where} renders the answer messages[{place}] differently once the conversation continues: alone "
+                f"it ends in {_end_of(answer)}. Set data.mask_history: true to learn the last answer only, or "
+                "tokenizer.template to one that keeps earlier answers"
             )
         bounds.append((len(prompt), len(answer)))
     for (begin, end), following in zip(bounds, [*bounds[1:], None], strict=True):

@@ -139,7 +139,10 @@ def test_no_pickle_in_a_layer_s_own_state_runs(tmp_path: Path) -> None:
     state = {"0.weight": torch.ones(2, 2), "0._extra_state": torch.tensor(list(pickle.dumps(Evil(tmp_path / "proof"))))}
     fill_weights(layer, {**state, "0._extra_state": state["0._extra_state"].to(torch.uint8)})
     assert layer[0].weight.tolist() == [[1, 1], [1, 1]] and not (tmp_path / "proof").exists()
-    for wrong, words in (({}, r"weights \['0.weight'\] are not in it"), ({**state, "1": 0}, r"has no \['1'\]")):
+    for wrong, words in (
+        ({}, r"lacks the model's weights \['0.weight'\]"),
+        ({**state, "1": 0}, r"has the weights \['1'\]"),
+    ):
         with pytest.raises(ValueError, match=words):
             fill_weights(layer, wrong)
 

@@ -57,7 +57,7 @@ CASES: dict[str, tuple[str, Row, Row, str]] = {
         "examples",
         {"instruction": "Sum up.", "input": "", "output": GOOD, "text": "Below is ..."},
         {"prompt": "Sum up.", "answer": GOOD},
-        "Alpaca's form: instruction, input, output; text left aside",
+        "Alpaca's form: instruction, input, output; text ignored",
     ),
     "ShareGPT": (
         "examples",
@@ -70,7 +70,7 @@ CASES: dict[str, tuple[str, Row, Row, str]] = {
             ],
         },
         {"messages": [{"role": "system", "content": "Be brief."}, *talk(ASKED, GOOD)]},
-        "ShareGPT's form: conversations; id left aside",
+        "ShareGPT's form: conversations; id ignored",
     ),
     "UltraChat": (
         "examples",
@@ -119,7 +119,7 @@ CASES: dict[str, tuple[str, Row, Row, str]] = {
             "score_rejected": 7.0,
         },
         {"prompt": ASKED, "chosen": GOOD, "rejected": BAD},
-        "UltraFeedback's form: prompt, chosen, rejected; prompt_id, messages, score_chosen, score_rejected left aside",
+        "UltraFeedback's form: prompt, chosen, rejected; prompt_id, messages, score_chosen, score_rejected ignored",
     ),
     "a weight of ShareGPT's": (
         "examples",
@@ -177,7 +177,7 @@ CASES: dict[str, tuple[str, Row, Row, str]] = {
             "extra_info": {"index": 3},
         },
         {"prompt": ASKED, "answer": ["42", 42], "source": "gsm8k"},
-        "verl's form: data_source, prompt, reward_model; ability, extra_info left aside",
+        "verl's form: data_source, prompt, reward_model; ability, extra_info ignored",
     ),
 }
 
@@ -300,7 +300,7 @@ def test_a_form_that_is_named_leaves_other_columns_aside(tokenizer: Tokenizer, t
         find_forms(config, find_data(config))
     config = configure(DataConfig, {"pairs": config.pairs, "form": "ultrafeedback"}, "data")
     forms = find_forms(config, find_data(config))
-    assert "annotator left aside" in forms["pairs"][1]
+    assert "annotator ignored" in forms["pairs"][1]
     pair = parse_pair(row, Format(tokenizer, convert=read_of(forms, "pairs")))
     assert pair == parse_pair(CASES["UltraFeedback"][2], Format(tokenizer))
 

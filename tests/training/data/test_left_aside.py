@@ -19,7 +19,7 @@ def test_what_is_not_read_is_listed_and_a_slip_refused(tmp_path: Path) -> None:
     row = {"question": ASKED, "answer": GOOD, "system": "Be brief.", "tools": "[]", "id": 7}
     path = written(tmp_path, "examples", row).examples
     config = configure(DataConfig, {"examples": path, "columns": {"prompt": "question"}}, "data")
-    assert left_aside(config, find_data(config)) == {"examples": "system, tools, id left aside"}
+    assert left_aside(config, find_data(config)) == {"examples": "system, tools, id ignored"}
     written(tmp_path, "examples", {"question": ASKED, "anwser": GOOD})
     with pytest.raises(ValueError, match="the column 'anwser' is nearly 'answer', which is missing"):
         left_aside(config, find_data(config))

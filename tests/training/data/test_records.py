@@ -203,7 +203,7 @@ def test_a_file_that_changes_while_it_is_used_is_refused(tmp_path: Path, in_smal
     rows = open_records(str(table), "data.train", number, window=1000)
     assert rows[500] == 500
     write_parquet(table, range(1, 1001), 10)
-    with pytest.raises(ValueError, match=r"b.parquet has changed since the run began: its footer is another"):
+    with pytest.raises(ValueError, match=r"b.parquet has changed since the run began: its footer differs"):
         _ = rows[0], rows[900]
 
 

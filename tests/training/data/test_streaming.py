@@ -63,7 +63,9 @@ def test_shards_of_any_kind_train_like_one_file_and_changed_ones_are_refused(tmp
     before = {path.name for path in (tmp_path / "changed" / "checkpoints").iterdir()}
     kept = (tmp_path / "changed" / "metrics.jsonl").read_bytes()
     files = shards(tmp_path / "shards", [*LINES[:10], LINES[11], *LINES[11:]])
-    with pytest.raises(WorldError, match=r"data.examples is not what it was when .*step_000002 was written"):
+    with pytest.raises(
+        WorldError, match=r"data.examples had another content or order, .* when .*step_000002 was written"
+    ):
         run_world(1, train_rows, sft(tmp_path / "changed", files))
     assert {path.name for path in (tmp_path / "changed" / "checkpoints").iterdir()} == before
     assert (tmp_path / "changed" / "metrics.jsonl").read_bytes() == kept

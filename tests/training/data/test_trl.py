@@ -101,7 +101,7 @@ def test_ids_and_learned_tokens_are_those_of_trl(form: str, tokenizers: dict[str
             read = Records(files[source], index_of(files[source], source), partial(parse, form=fields, **options))
             for number, (case, wanted) in enumerate(GOLDEN[form][name].items()):
                 if refused(form, name, case):
-                    with pytest.raises(ValueError, match="differently when the conversation continues"):
+                    with pytest.raises(ValueError, match="differently once the conversation continues"):
                         read[number]
                     continue
                 got = sides(record := read[number])

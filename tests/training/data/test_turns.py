@@ -96,7 +96,7 @@ def test_a_template_that_rewrites_earlier_answers_is_refused(folders: dict[str, 
             keeps.replace("{{ m.content }}", "{{ m.content if loop.last or m.role == 'user' else m.content[:3] }}"),
             r"messages\[1\], an answer, differently",
         ),
-        (keeps.replace(">assistant", ">model"), "does not write an answer after its own prompt"),
+        (keeps.replace(">assistant", ">model"), "renders an answer without its prompt before it"),
     ):
         (folder / "chat_template.jinja").write_text(source)
         with pytest.raises(ValueError, match=message):

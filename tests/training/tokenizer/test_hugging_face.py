@@ -94,7 +94,9 @@ def test_one_of_several_templates(folders: dict[str, Path], tmp_path: Path) -> N
     assert build(folder).decode(build(folder, template="short").render(USER)) == "How"
     with pytest.raises(ValueError, match=r"tokenizer.template = 'shrt': .* did you mean 'short'"):
         build(folder, template="shrt")
-    with pytest.raises(ValueError, match="does not write an answer after its own prompt: 'How many\\?'"):
+    with pytest.raises(
+        ValueError, match=r"renders an answer without its prompt before it.*, which ends in 'How many\?'"
+    ):
         answered(build(folder), USER, "42")
 
 

@@ -156,8 +156,8 @@ class JsonlFile:
             data = file.read(size)
         if crc32(data) != crc:
             raise ValueError(
-                f"{self.path} has changed since the run began: the lines in its bytes {start} to {start + size} are others. "
-                "Restore it, or start over"
+                f"{self.path} has changed since the run began: its bytes {start} to {start + size} differ. Restore it, or "
+                "start over"
             )
         return Lines(data)
 
@@ -165,7 +165,9 @@ class JsonlFile:
         expected = min(step, self.size - block * step)
         chunk = file.read(expected)
         if len(chunk) != expected:
-            raise ValueError(f"{self.path} changes while it is read: it had {self.size} bytes and was cut")
+            raise ValueError(
+                f"{self.path} was truncated while it was read: it had {self.size} bytes; restore it, or start over"
+            )
         return chunk
 
 
@@ -263,7 +265,7 @@ class ParquetFile:
 
         if self._footer() != crc:
             raise ValueError(
-                f"{self.path} has changed since the run began: its footer is another. Restore it, or start over"
+                f"{self.path} has changed since the run began: its footer differs. Restore it, or start over"
             )
         try:
             with parquet.ParquetFile(self.path, pre_buffer=False) as file:
