@@ -210,7 +210,8 @@ def read_hf(folder: str | Path) -> HFModel:
     path = Path(folder) / CONFIG
     if not path.parent.is_dir():  # such as a name on the Hub, from a ported config
         raise ValueError(
-            f"{path.parent} is not a folder; nothing is fetched here, `hf download OWNER/NAME --local-dir FOLDER` makes one"
+            f"{path.parent} is not a folder, and nothing is downloaded; run `hf download OWNER/NAME --local-dir FOLDER`, and "
+            "name FOLDER"
         )
     config = read_json(path)
     architecture = read_architecture(config, str(path))

@@ -158,7 +158,7 @@ def tree_batch(
     ids = _checked_ids(data)
     if scored is not None and bool((data["token_mask"].bool() & ~scored.to(ids.device).bool()).any()):
         raise ValueError(
-            "scored leaves out a token whose token_mask is not 0; it would carry no loss and yet be counted"
+            "scored is 0 at a token whose token_mask is not 0: it would be counted, but have no loss; set scored there, too"
         )
     tree = build_tree(
         ids, lengths, alike=[data[name] for name in alike],

@@ -287,6 +287,6 @@ def _check_quantized(fields: Mapping[str, object]) -> None:
             )
         if fields.get(f"{name}_param"):
             raise ValueError(
-                f"{name}_param = True is not supported: Megatron's optimizer would start from what Transformer Engine drew, "
-                f"not from the weights that its layers were given since; {name} alone casts them in each step"
+                f"{name}_param = True is not supported: Megatron's optimizer would start from Transformer Engine's random "
+                f"weights, not from those loaded since; leave it out, {name} alone casts them in each step"
             )

@@ -89,13 +89,13 @@ def warn_of_prompts(batches: Sequence[Mapping[str, object]], needs: Requirements
         rows = sum(len(mask) for mask in tensors)
         if rows >= _SOME_ROWS and all(mask.dim() == 2 and bool(mask[:, 0].all()) for mask in tensors):
             warn(
-                f"token_mask is 1 in column 0 of all rows of the first step, for a loss that reads {recorded[0]}: no policy "
-                "drew the first token of a prompt. Is the mask inverted? Set it to 1 at the tokens of responses alone"
+                f"token_mask is 1 in column 0 of all rows of the first step, for a loss that reads {recorded[0]}: the first "
+                "token of a prompt is never sampled. Is the mask inverted? Set it to 1 at the tokens of responses alone"
             )
     else:
         warn(
             f"token_mask is 1 at every place of the first step, for a loss that reads {recorded[0]}: prompts and padding are "
-            "scored as if the policy had drawn them. Set it to 1 at the tokens of responses alone (column 0 is never scored)"
+            "scored as if the policy had sampled them. Set it to 1 at the tokens of responses alone (column 0 is never scored)"
         )
 
 

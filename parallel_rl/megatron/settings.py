@@ -100,8 +100,9 @@ def check_settings(
         recorded = [] if needs is None else [name for name in needs.names if name.endswith("logprobs")]
         if recorded:
             raise ValueError(
-                f"{written}: this loss compares the policy with {', '.join(recorded)}, and dropout is another policy in each "
-                "forward and on each layout. Set attention_dropout = 0 and hidden_dropout = 0 in the model's config, or pass "
+                f"{written}: this loss compares the policy with {', '.join(recorded)}, and dropout changes the policy in "
+                "each forward and on each layout. Set attention_dropout = 0 and hidden_dropout = 0 in the model's config, or "
+                "pass "
                 "allow_dropout=True"
             )
         if first:

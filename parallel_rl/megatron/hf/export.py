@@ -175,7 +175,7 @@ def held_parameters(model: Models) -> tuple[list[Held], dict[str, Source]]:
                 continue
             local = spelled_locally(name)
             if local not in sources:
-                raise ValueError(f"the model's parameter {name} has no place in a Hugging Face folder")
+                raise ValueError(f"the model's parameter {name} has no counterpart in a Hugging Face folder")
             of_expert = shift_expert(local, 1) != local
             held.append(Held(local, parameter, per_rank if of_expert else 0))
     return held, sources

@@ -156,7 +156,7 @@ def _fill(models: Sequence[GPTModel], folder: Folder) -> None:
             for name, parameter in global_parameters([model]):
                 source = sources.get(spelled_locally(name))
                 if source is None:
-                    raise ValueError(f"the model's parameter {name} has no place in a Hugging Face folder")
+                    raise ValueError(f"the model's parameter {name} has no counterpart in a Hugging Face folder")
                 if source.rows[0].name not in folder.files:  # a scalar head that the folder lacks starts from zeros
                     parameter.zero_()
                     continue
@@ -186,7 +186,8 @@ def _check_alike(models: Sequence[GPTModel], folder: str | Path) -> None:
     def compare() -> None:
         if differs:
             raise ValueError(
-                f"{folder} does not hold the same weights on all nodes: data ranks would train different models"
+                f"{folder} does not hold the same weights on all nodes: data ranks would train different models; choose a "
+                "folder that all nodes share"
             )
 
     raise_on_all_ranks(compare)

@@ -85,7 +85,7 @@ class _File:
 
 def _begin(out: Path) -> Path:
     if out.exists() and not (out.is_dir() and not any(out.iterdir())):
-        raise ValueError(f"{out} is there already; nothing is overwritten")
+        raise ValueError(f"{out} exists already and is not overwritten; choose a new folder")
     partial_folder = out.parent / f".{out.name}.{os.getpid()}.partial"
     partial_folder.mkdir(parents=True)
     return partial_folder

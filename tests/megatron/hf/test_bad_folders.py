@@ -195,7 +195,7 @@ def test_what_cannot_be_written_leaves_nothing(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     first, second = run_world(2, _unwritten, str(folder), str(tmp_path))
     assert first == second
-    assert "full is there already; nothing is overwritten" in first["full"]
+    assert "full exists already and is not overwritten" in first["full"]
     assert first["empty"] == "written"
     assert "disk could not be written: rank 0: OSError: no space left" in first["disk"]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["empty", "full", "model"]

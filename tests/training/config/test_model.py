@@ -42,7 +42,7 @@ def test_a_folder_says_the_sizes(tmp_path: Path) -> None:
         ({"head_dim": 8}, "head_dim = 8 contradicts"),
         ({"init_std": 0.1}, "init_std = 0.1 has no effect with hf"),
         ({"max_positions": 1000}, "max_positions = 1000 is above the 512"),
-        ({"hf": "nowhere/else"}, "nowhere/else is not a folder; nothing is fetched here"),  # a name of the Hub
+        ({"hf": "nowhere/else"}, "nowhere/else is not a folder, and nothing is downloaded"),  # a name of the Hub
     ],
 )
 def test_what_contradicts_a_folder(change: dict, message: str, tmp_path: Path) -> None:

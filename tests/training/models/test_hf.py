@@ -152,4 +152,4 @@ def test_the_command_exports_what_was_drawn_here(tmp_path: Path) -> None:
     config = json.loads((out / "config.json").read_text())
     assert (config["model_type"], config["eos_token_id"], config["vocab_size"]) == ("llama", 2, 15)
     again = command("export", str(checkpoint), str(out))
-    assert again.returncode == 2 and "is there already; nothing is overwritten" in again.stderr
+    assert again.returncode == 2 and "exists already and is not overwritten" in again.stderr
