@@ -16,7 +16,7 @@ _GROUPS = (
     ("", "no_effect", "", "the way data takes between its processes", "data_plane"),
     ("", "unsupported", "", "teachers of agents", "on_policy_distillation"),
     ("", "yours", "distillation.teacher", "one teacher, of the student's tokenizer", "teachers"),
-    ("", "unsupported", "", "rollouts are drawn in step with the training, or by rl.server", "async_rl"),
+    ("", "unsupported", "", "rollouts are sampled in step with the training, or by rl.server", "async_rl"),
     ("", "yours", "reward", "a checker by name or a server; see docs/rewards.md", "env"),
     ("", "unsupported", "", _NO_COUNTERPART, "reward_penalties.penalize_duplicated_reasoning "
      "reward_penalties.penalize_empty_final_answer reward_penalties.penalize_malformed_think_tag "
@@ -67,20 +67,20 @@ _GROUPS = (
      "freeze_sound_encoder freeze_sound_projection freeze_vision_model freeze_vision_projection"),
     ("policy.megatron_cfg", "unsupported", "", "weights are bfloat16 or float32", "fp8_cfg first_last_layers_bf16 "
      "num_layers_at_end_in_bf16 num_layers_at_start_in_bf16 optimizer.fp16"),
-    ("policy.megatron_cfg", "unsupported", "", "the router is as the model's folder says; the auxiliary loss is model.aux_loss",
+    ("policy.megatron_cfg", "unsupported", "", "the router is that of the model's folder; the auxiliary loss is model.aux_loss",
      "moe_router_bias_update_rate moe_router_dtype moe_router_enable_expert_bias moe_router_group_topk moe_router_num_groups "
      "moe_router_load_balancing_type=aux_loss"),
     ("policy.megatron_cfg", "unsupported", "", "no multi-token prediction", "mtp_detach_heads mtp_loss_scaling_factor "
      "mtp_num_layers mtp_use_repeated_layer"),
     ("policy.megatron_cfg", "unsupported", "", "the model is as its folder says", "model_overrides layernorm_epsilon "
      "radio_force_cpe_eval_mode"),
-    ("policy.megatron_cfg", "no_effect", "", "the number of steps stands once", "train_iters"),
+    ("policy.megatron_cfg", "no_effect", "", "the section's `steps` is the only number of steps", "train_iters"),
     ("policy.megatron_cfg.optimizer", "unsupported", "", "AdamW", "optimizer=adam"),
     ("policy.megatron_cfg.optimizer", "no_effect", "", "of SGD", "sgd_momentum"),
     ("policy.megatron_cfg.optimizer", "no_effect", "", _SPEED, "optimizer_cpu_offload optimizer_offload_fraction "
      "overlap_cpu_optimizer_d2h_h2d use_precision_aware_optimizer"),
     ("policy.megatron_cfg.scheduler", "unsupported", "", "the weight decay is constant", "weight_decay_incr_style=constant"),
-    ("policy.megatron_cfg.scheduler", "no_effect", "", "a resumed run goes on with its own schedule",
+    ("policy.megatron_cfg.scheduler", "no_effect", "", "a resumed run keeps its own schedule",
      "override_opt_param_scheduler"),
     ("policy.megatron_cfg.distributed_data_parallel_config", "no_effect", "", _SPEED, "average_in_collective "
      "data_parallel_sharding_strategy overlap_param_gather use_custom_fsdp"),
@@ -93,13 +93,13 @@ _GROUPS = (
      "real_quant_export_cpu_offload"),
     ("policy.generation", "unsupported", "", "quantised generation", "quant_cfg real_quant "
      "real_quant_ignore"),
-    ("policy.generation", "unsupported", "", "every token may be drawn", "bad_words"),
+    ("policy.generation", "unsupported", "", "every token may be sampled", "bad_words"),
     ("teacher", "equal", "distillation.teacher", "null", "none"),
     ("teacher", "no_effect", "", "the student's tokenizer serves both", "tokenizer"),
-    ("teacher", "no_effect", "", "a teacher is not trained, and draws nothing", "generation optimizer scheduler max_grad_norm "
+    ("teacher", "no_effect", "", "a teacher neither trains nor samples", "generation optimizer scheduler max_grad_norm "
      "megatron_cfg.optimizer megatron_cfg.scheduler train_global_batch_size train_micro_batch_size"),
     ("checkpointing", "unsupported", "", "the newest checkpoints stay, not the best", "metric_name higher_is_better"),
-    ("checkpointing", "no_effect", "", "a checkpoint has all that a run needs to go on", "save_optimizer model_save_format "
+    ("checkpointing", "no_effect", "", "a checkpoint has all that a run needs to resume", "save_optimizer model_save_format "
      "save_consolidated model_cache_dir model_repo_id is_peft peft_config"),
     ("checkpointing", "no_effect", "", "Slurm's notice before the time limit makes a run save: docs/slurm.md",
      "checkpoint_must_save_by"),

@@ -30,7 +30,7 @@ _GROUPS = (
     ("", "unsupported", "", _NO_COUNTERPART, "distillation skip skip.rollout skip.rollout_tq "
      "skip.async_rollout algorithm.pf_ppo algorithm.use_pf_ppo algorithm.gdpo_reward_keys"),
     ("algorithm.rollout_correction", "unsupported", "", _NO_COUNTERPART, "rollout_rs"),
-    ("algorithm.filter_groups", "no_effect", "", "prompts stay by the mean of their rewards", "metric "
+    ("algorithm.filter_groups", "no_effect", "", "prompts are kept by the mean of their rewards", "metric "
      "max_inflight_gen_batches"),
     (_JOINT, "no_effect", "", _SPEED, "hybrid_engine"),
     (_ACTOR, "no_effect", "", _SPEED, "use_torch_compile entropy_from_logits_with_chunking entropy_from_logits_chunk_size "
@@ -41,7 +41,7 @@ _GROUPS = (
     (_ACTOR, "no_effect", "", "actor_rollout_ref.model or rollout has it", "rollout_n use_remove_padding "
      "use_fused_kernels mtp"),
     (_ACTOR, "no_effect", "", "the samples of a step are split by prompts, in their order", "shuffle data_loader_seed"),
-    (_ACTOR, "no_effect", "", "a checkpoint has all that a run needs to go on", "checkpoint"),
+    (_ACTOR, "no_effect", "", "a checkpoint has all that a run needs to resume", "checkpoint"),
     (_ACTOR, "unsupported", "batch.micro_batch_size", "per GPU here", "ppo_micro_batch_size"),
     (_ACTOR, "unsupported", "", _WEIGHTS, "freeze_vision_tower"),
     (_ACTOR, "unsupported", "", _NO_COUNTERPART, "qat router_replay.mode use_rollout_log_probs recompute_old_log_prob=True "
@@ -62,8 +62,8 @@ _GROUPS = (
     (f"{_ACTOR}.optim", "no_effect", "", "the warm-up begins at lr / steps", "zero_indexed_step"),
     (f"{_ACTOR}.optim", "no_effect", "", "with a schedule that is not WSD", "lr_wsd_decay_style lr_wsd_decay_steps"),
     (f"{_ACTOR}.optim", "unsupported", "", "the weight decay is constant", "weight_decay_incr_style=constant"),
-    (f"{_ACTOR}.optim", "unsupported", "rl.optimizer", "what it changes is not looked at", "override_optimizer_config"),
-    (f"{_ACTOR}.optim", "no_effect", "", "a resumed run goes on with its own schedule", "use_checkpoint_opt_param_scheduler"),
+    (f"{_ACTOR}.optim", "unsupported", "rl.optimizer", "its effect is not checked", "override_optimizer_config"),
+    (f"{_ACTOR}.optim", "no_effect", "", "a resumed run keeps its own schedule", "use_checkpoint_opt_param_scheduler"),
     (f"{_ACTOR}.optim", "unsupported", "", _NO_COUNTERPART, "lr_min lr_start lr_decay_ratio=1.0 "
      "decay_type=constant min_lr_factor"),
     (f"{_ACTOR}.fsdp_config", "no_effect", "", _SPEED, "wrap_policy param_offload optimizer_offload offload_policy "

@@ -216,7 +216,7 @@ def _warmup(section: Reader, ours: str, updates: int, steps: object) -> Tree:
         section.note(by_share, "carried", f"{ours}.warmup_steps")
         return {"warmup_steps": int(share * steps) * updates}
     else:
-        section.leave(by_share, "this share of rl.steps × rl.updates", f"{ours}.warmup_steps")
+        section.leave(by_share, "this fraction of rl.steps × rl.updates", f"{ours}.warmup_steps")
     return {}
 
 
