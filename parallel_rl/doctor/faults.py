@@ -37,12 +37,14 @@ def _finding(fault: KnownFault, facts: RunFacts | None) -> Finding:
     except Exception as error:  # another version's signature, or a part that it lacks
         return Finding(subject, "note", f"the case fails on this version: {str(error).splitlines()[0][:160]}")
     if not shown:
-        return Finding(subject, "ok", "a small run of the installed megatron-core does not show it")
+        return Finding(subject, "ok", "a small run of the installed megatron-core is not affected")
     if facts is None:
-        return Finding(subject, "warning", shown, f"a loop of your own meets it; parallel_rl: {fault.avoided}")
+        return Finding(subject, "warning", shown, f"affects a training loop of your own; parallel_rl: {fault.avoided}")
     if not fault.reaches(facts):
-        return Finding(subject, "note", f"{shown}; this run's config does not reach it")
-    return Finding(subject, "note", f"{shown}; this run's config reaches it, and its step avoids it: {fault.avoided}")
+        return Finding(subject, "note", f"{shown}; not triggered by this run's config")
+    return Finding(
+        subject, "note", f"{shown}; triggered by this run's config, and avoided by its step: {fault.avoided}"
+    )
 
 
 def _gathered() -> str:
@@ -249,7 +251,7 @@ def _judged(
             return Finding(subject, "note", f"the case fails on this version: {failed[0]}")
         if bad(answers):
             return Finding(subject, severity, text(answers), advice)
-        return Finding(subject, "ok", "as it should be")
+        return Finding(subject, "ok", "as expected")
 
     return judge
 

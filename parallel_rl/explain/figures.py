@@ -39,7 +39,7 @@ def _of_ratio(logs: np.ndarray) -> dict[str, Cell]:
     effective = measures.effective_size(logs)
     return {
         "smallest": float(ratio.min()), **quantiles, "largest": float(ratio.max()), "mean": float(ratio.mean()),
-        "effective sample size, tokens": effective, "effective share of the tokens": effective / len(logs),
+        "effective sample size, tokens": effective, "effective fraction of the tokens": effective / len(logs),
     }  # fmt: skip
 
 
@@ -101,7 +101,7 @@ def clip(sides: Sides) -> Section | None:
         "Below and above: outside of the clip's range. Held back: tokens outside of it that the advantage would "
         "drive further out, so that the surrogate gives them no gradient."
     )
-    svg = charts.bars("clip", shown, values, sides.labels, "share of the tokens of that sign")
+    svg = charts.bars("clip", shown, values, sides.labels, "fraction of the tokens of that sign")
     says += "" if svg else " Here: none; every ratio lies inside of its range."
     return Section("clip", "What the clip does, by the sign of the advantage", says, (table,), svg)
 
@@ -118,8 +118,8 @@ def mismatch(sides: Sides) -> Section | None:
         rows = measures.by_sequence(step, x)
         effective, of_rows = measures.effective_size(x), measures.effective_size(rows)
         facts.append({
-            "effective sample size, tokens": effective, "effective share of the tokens": effective / max(len(x), 1),
-            "effective sample size, sequences": of_rows, "effective share of the sequences": of_rows / max(len(rows), 1),
+            "effective sample size, tokens": effective, "effective fraction of the tokens": effective / max(len(x), 1),
+            "effective sample size, sequences": of_rows, "effective fraction of the sequences": of_rows / max(len(rows), 1),
             "largest |log ω|": float(np.abs(x).max(initial=0.0)), **measures.mismatch_means(step),
         })  # fmt: skip
     says = (
@@ -176,9 +176,9 @@ def _parts(sides: Sides) -> Section:
     rows: list[tuple[Cell, ...]] = []
     rows += [(name, *(x for one in of_steps for x in one.get(name, (None, None)))) for name in every]
     rows.append(("the loss", *(x for step in sides.steps for x in (step.shares["loss"], None))))
-    table = Table("Parts of the loss", sides.head("part", "share", "Σ|∂/∂log π|"), tuple(rows))
+    table = Table("Parts of the loss", sides.head("part", "contribution", "Σ|∂/∂log π|"), tuple(rows))
     values = [[one.get(name, (0.0, None))[0] for name in every] for one in of_steps]
-    svg = charts.bars("parts", every, values, sides.labels, "share of the loss, with its coefficient")
+    svg = charts.bars("parts", every, values, sides.labels, "contribution to the loss, with its coefficient")
     nothing = "" if svg else " Here: none; every part is 0."
     says = (
         "Each part with its coefficient, as the loss computed it; the parts add up to the loss. Beside it, the sum over tokens "
@@ -234,7 +234,7 @@ def _reasons(sides: Sides) -> Section:
             )
             cells += [int(first.sum()), float(first.mean()), int(one[words].every.sum()), float(pull)]
         rows.append((words, *cells))
-    head = sides.head("reason", "tokens", "share", "all it holds for", "Σ|∂L/∂log π|")
+    head = sides.head("reason", "tokens", "fraction", "all it holds for", "Σ|∂L/∂log π|")
     says = (
         "Every token of the dump stands in one row: that of the first reason for which the loss, or its surrogate, takes "
         "something from it. The last columns count all tokens that a reason holds for, and sum up what still pulls on those of "
@@ -242,7 +242,7 @@ def _reasons(sides: Sides) -> Section:
     )
     table = Table("Who masked which token", head, tuple(rows))
     shares = [[float(one[words].first.mean()) if words in one else 0.0 for words in shown] for one in of_steps]
-    svg = charts.bars("masks", shown, shares, sides.labels, "share of the tokens")
+    svg = charts.bars("masks", shown, shares, sides.labels, "fraction of the tokens")
     says += "" if svg else " Here: none."
     return Section("masks", "Who masked which token, and why", says, (table,), svg)
 

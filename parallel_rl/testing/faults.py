@@ -36,7 +36,7 @@ MASK_AFTER = Fault(
     "a mask that comes too late",
     "put torch.where before exp, log and the like, not behind: a finite value still has the gradient NaN · 0",
 )
-MASKED_READ = Fault("masked values are read", "whatever stands at a masked place must not matter")
+MASKED_READ = Fault("masked values are read", "values at masked positions must not change the loss or its gradient")
 UNSHIFTED = Fault(
     "off-by-one shift",
     "logits at position t predict token t + 1: compare logits[:, :-1] with input_ids[:, 1:], and with token_mask[:, 1:]",
@@ -95,7 +95,7 @@ DERIVATIVE = Fault(
 )
 ORDER = Fault("the order of rows matters", "rows of a batch are a set: nothing may depend on their order")
 COUNT = Fault("twice the data, another loss", "every sum is divided by a global count once, not by its square or root")
-CLAIM = Fault("a claim that is not true", "take the claim back, or make it true")
+CLAIM = Fault("a claim that is not true", "remove the declaration, or make it true")
 RAISES = Fault("the loss raises", "see the message")
 PRECISION = Fault(
     "low precision hurts more than it must",
