@@ -296,7 +296,7 @@ def _check_cu_seqlens(cu: Tensor, padded: Tensor, row: tuple[int, int], cp_size:
             raise ValueError(f"{name} must start at 0 and increase, got {bounds.tolist()}")
     if bool((cu.diff() > padded.diff()).any()):
         raise ValueError(
-            f"a sequence is longer than its padded room: cu_seqlens {cu.tolist()}, padded {padded.tolist()}"
+            f"a sequence is longer than its padded length: cu_seqlens {cu.tolist()}, padded {padded.tolist()}"
         )
     if tail < 0 or int(padded[-1]) + tail != total:
         name = "cu_seqlens" if padded is cu else "cu_seqlens_padded"

@@ -50,7 +50,8 @@ class Statistics(Mapping[str, Tensor]):
     def __getitem__(self, name: str) -> Tensor:
         if name not in self._sums:
             raise ValueError(
-                f"statistics hold {sorted(self._sums)}, not {name!r}: they are of another loss or configuration"
+                f"statistics hold {sorted(self._sums)}, not {name!r}: they are of another loss or configuration; pass what "
+                "this loss's `count` or `collect` returned"
             )
         return self._sums[name]
 

@@ -35,7 +35,7 @@ def test_padded_rows_that_do_not_fit(arguments: dict, message: str) -> None:
         ([0, 4, 4, 8], None, {}, "cu_seqlens must start at 0 and increase"),  # no room for a position
         ([1, 4, 8], None, {}, r"cu_seqlens must start at 0 and increase, got \[1, 4, 8\]"),
         ([0, 4, 8], [4, 8, 12], {"total": 12}, r"cu_seqlens_padded must start at 0 and increase, got \[4, 8, 12\]"),
-        ([0, 5, 8], [0, 4, 8], {}, r"longer than its padded room: cu_seqlens \[0, 5, 8\], padded \[0, 4, 8\]"),
+        ([0, 5, 8], [0, 4, 8], {}, r"longer than its padded length: cu_seqlens \[0, 5, 8\], padded \[0, 4, 8\]"),
         ([0, 4, 8], None, {"total": 16}, "cu_seqlens ends at 8; the packed row has 16 positions"),
         ([0, 3, 7], [0, 4, 8], {"total": 12}, "cu_seqlens_padded ends at 8; the packed row has 12 positions"),
         ([0, 6, 8], None, {"cp_size": 2}, r"padded lengths \[6, 2\] are not divisible by 4 \(2·cp = 4 chunks"),

@@ -51,7 +51,7 @@ class Step:
         if (self.seqs is None) != (self.toks is None):
             present, missing = ("toks", "seqs") if self.seqs is None else ("seqs", "toks")
             raise ValueError(
-                f"global_valid_{present} is given, global_valid_{missing} is not: a step has both, see count_valid"
+                f"global_valid_{present} is given without global_valid_{missing}; give both, see count_valid"
             )
 
     @property

@@ -42,7 +42,9 @@ class KTOLossConfig:
         positive(self, "beta")
         positive(self, "desirable_weight", "undesirable_weight", zero=True)
         if self.desirable_weight == 0 and self.undesirable_weight == 0:
-            raise ValueError("desirable_weight and undesirable_weight are both 0; the loss would be nothing")
+            raise ValueError(
+                "desirable_weight and undesirable_weight are both 0, so the loss would be 0; set one of them"
+            )
 
 
 @register_loss("kto")

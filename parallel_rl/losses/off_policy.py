@@ -63,7 +63,8 @@ def passed_rules(batch: TokenBatch, prev: Tensor, config: RejectionConfig) -> di
     for name, rule in config.of_step.items():
         if name not in (samples := batch.statistics.samples):
             raise ValueError(
-                f"statistics hold the samples {sorted(samples)}, not {name!r}: they are of another loss or configuration"
+                f"statistics hold the samples {sorted(samples)}, not {name!r}: they are of another loss or configuration; "
+                "pass what this loss's `collect` returned"
             )
         value, bound = _of_step(batch, prev, rule), step_bound(samples[name], rule.high)
         passed[rule.words] = value.isnan() | (value < bound)

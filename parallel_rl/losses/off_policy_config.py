@@ -83,11 +83,11 @@ class RejectionRule:
             raise ValueError(f"high = {self.high} has no effect with statistic = 'tv', which is never above 1")
         if self.statistic == "k1" and self.level == "step":
             raise ValueError(
-                "level = 'step' is the mean of a statistic that is never negative; statistic = 'k1' is one that is"
+                "level = 'step' needs a statistic that is never negative; statistic = 'k1' has either sign, take 'k2' or 'k3'"
             )
         if self.signed and self.statistic != "k1" and self.level.endswith("max"):
             raise ValueError(
-                f"signed = True is incompatible with level = {self.level!r}: the largest {self.statistic} has no side"
+                f"signed = True is incompatible with level = {self.level!r}: the largest {self.statistic} has no sign"
             )
 
 

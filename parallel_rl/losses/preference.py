@@ -143,7 +143,9 @@ class DPOLossConfig:
         positive(self, "reference_policy_kl_penalty")
         positive(self, "preference_loss_weight", "sft_loss_weight", zero=True)
         if self.preference_loss_weight == 0 and self.sft_loss_weight == 0:
-            raise ValueError("preference_loss_weight and sft_loss_weight are both 0; the loss would be nothing")
+            raise ValueError(
+                "preference_loss_weight and sft_loss_weight are both 0, so the loss would be 0; set one of them"
+            )
         if self.sft_average_log_probs and self.sft_loss_weight == 0:
             raise ValueError("sft_average_log_probs = True has no effect with sft_loss_weight = 0")
         check_smoothing(self.label_smoothing)

@@ -156,8 +156,8 @@ class PrefixTree:
         if self.scored is not None and bool((left_out := scored.cpu() & ~self.scored).any()):
             row, column = left_out.nonzero()[0].tolist()
             raise ValueError(
-                f"the token at [{row}, {column}] carries loss, but the tree was built with token_mask 0 there; build it with "
-                "the mask of the data, or without one"
+                f"the loss scores the token at [{row}, {column}], but the tree was built with token_mask 0 there; build it "
+                "with the mask of the data, or without one"
             )
 
     def row(self, field: Tensor, fill: float | int = 0) -> Tensor:

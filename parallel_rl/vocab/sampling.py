@@ -99,7 +99,7 @@ def sample_tokens(
         row = int((~value.isfinite()).nonzero()[0])
         values = {math.inf: "+inf", -math.inf: "only -inf"}.get(float(value[row]), "NaN")
         raise ValueError(
-            f"row {row} of the logits (counted over all leading dimensions) has {values}; nothing can be drawn"
+            f"row {row} of the logits (counted over all leading dimensions) has {values}, so no token can be sampled"
         )
     return token.view(keys.shape)
 

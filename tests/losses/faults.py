@@ -124,7 +124,7 @@ FAULTS = [
           by_value=True),
     Fault("NaN at the predictor", r"reference_policy_logprobs is NaN at \[2, 0\], a valid place",
           at("reference_policy_logprobs", (2, 0), math.nan), "dpo", PREDICTOR, by_value=True),
-    *(Fault(f"{name} of nothing, {loss}", rf"{name} is -inf at \[2, 6\], a valid place: no policy draws a token",
+    *(Fault(f"{name} of nothing, {loss}", rf"{name} is -inf at \[2, 6\], a valid place: a token of probability 0",
             at(name, (2, 6), -math.inf), loss, by_value=True)
       for name, loss in (("prev_logprobs", "policy"), ("generation_logprobs", "clipped_pg"),
                          ("reference_policy_logprobs", "dpo"), ("reference_policy_logprobs", "reference_kl"))),
@@ -244,7 +244,7 @@ FAULTS = [
           bounds([0, 8, 6, 21, 25]), packed=True, by_value=True),
     Fault("bounds from 1", r"cu_seqlens_padded must start at 0 and increase, got \[1, 8, 16, 24, 32\]",
           bounds(padded=[1, 8, 16, 24, 32]), packed=True, by_value=True),
-    Fault("longer than its room", r"a sequence is longer than its padded room: cu_seqlens \[0, 9, 14, 21, 25\], padded",
+    Fault("longer than its room", r"a sequence is longer than its padded length: cu_seqlens \[0, 9, 14, 21, 25\], padded",
           bounds([0, 9, 14, 21, 25]), packed=True, by_value=True),
     Fault("an early end", "cu_seqlens_padded ends at 28; the packed row has 32 positions",
           bounds(padded=[0, 8, 16, 24, 28]), packed=True, by_value=True),

@@ -181,7 +181,7 @@ def test_rows_beyond_the_bound_are_named_and_without_a_look_nan() -> None:
     data["teacher_logits"] = LMHeadInput(given["teacher_hidden"], given["teacher_weight"])  # type: ignore[assignment]
     loss_fn, counts, head = FullDistillationLossFn(), count_valid(data), LMHeadInput(given["hidden"], given["weight"])
     bounded = LMHeadInput(given["hidden"], given["weight"], rows=2)
-    with pytest.raises(ValueError, match="rows = 2, but 7 rows of one rank's hidden states carry loss"):
+    with pytest.raises(ValueError, match="rows = 2 is too few: 7 rows of one rank's hidden states are scored"):
         loss_fn(bounded, data, *counts)
     with validation("never"):
         assert loss_fn(bounded, data, *counts)[0].isnan() and loss_fn(head, data, *counts)[0].isfinite()

@@ -193,7 +193,7 @@ def test_it_needs_its_statistics() -> None:
     [
         ({"beta": 0.0}, "beta = 0.0 must be positive"),
         ({"desirable_weight": -1.0}, "desirable_weight = -1.0 must be at least 0"),
-        ({"desirable_weight": 0.0, "undesirable_weight": 0.0}, "are both 0; the loss would be nothing"),
+        ({"desirable_weight": 0.0, "undesirable_weight": 0.0}, "are both 0, so the loss would be 0"),
         (
             {"baseline": "batch"},
             "baseline = 'batch' is not valid; choose one of 'mismatched', 'opposite-class', 'none'",

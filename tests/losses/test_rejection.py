@@ -245,9 +245,9 @@ def test_statistics_of_another_configuration_are_refused() -> None:
         ({"statistic": "tv", "high": 1.0}, "high = 1.0 has no effect with statistic = 'tv', which is never above 1"),
         ({"statistic": "tv", "high": 1.0, "level": "step"}, "which is never above 1"),
         ({"statistic": "binary_kl", "low": 0.1, "high": 1.0}, "never negative"),
-        ({"statistic": "k1", "high": 1.1, "level": "step"}, "statistic = 'k1' is one that is"),
+        ({"statistic": "k1", "high": 1.1, "level": "step"}, "statistic = 'k1' has either sign"),
         ({"statistic": "k2", "high": 0.1, "level": "batch"}, "'sequence-max', 'step'|'step'"),
-        ({"statistic": "k2", "high": 0.1, "level": "sequence-max", "signed": True}, "the largest k2 has no side"),
+        ({"statistic": "k2", "high": 0.1, "level": "sequence-max", "signed": True}, "the largest k2 has no sign"),
         ({"statistic": "k2", "high": 0.1, "sign": True}, "did you mean 'signed'"),
     ],
 )

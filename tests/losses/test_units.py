@@ -123,7 +123,7 @@ def test_statistics_of_other_data_are_named() -> None:
     loss_fn, half = get_loss("nll")({"aggregation": "prompt-mean"}), {name: value[:4] for name, value in data.items()}
     with pytest.raises(ValueError, match=r"group_ids = \d+ at \[8\] is not among the units of the statistics; count"):
         loss_fn(logits, data, *count_valid(data), statistics=loss_fn.count(half))
-    with pytest.raises(ValueError, match="statistics hold no group_ids of the step; they are of another loss"):
+    with pytest.raises(ValueError, match="statistics have no group_ids: they are of another loss"):
         loss_fn(logits, data, *count_valid(data), statistics=get_loss("nll")({"aggregation": "turn-mean"}).count(data))
 
 

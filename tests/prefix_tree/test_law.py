@@ -148,7 +148,7 @@ LENGTHS = torch.tensor([3, 3])
          r"the tree has sequences of shape \[2, 3\], the data has \[3, 3\]"),
         ({"logits": torch.zeros(1, 5, 12)}, r"leading shape \[1, 5\]"),
         ({"logits": torch.zeros(2, 3, 12)}, r"leading shape \[2, 3\]"),
-        ({"tree_mask": torch.tensor([[0, 0, 1], [0, 0, 1]])}, r"the token at \[0, 1\] carries loss"),
+        ({"tree_mask": torch.tensor([[0, 0, 1], [0, 0, 1]])}, r"the loss scores the token at \[0, 1\]"),
         ({**dict.fromkeys(BATCH), "shift_labels": torch.tensor([[2, 3, -100], [2, 4, -100]])}, "shift_labels have no place"),
     ],
 )  # fmt: skip

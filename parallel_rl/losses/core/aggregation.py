@@ -92,7 +92,9 @@ def unit_weights(batch: TokenBatch, aggregation: Aggregation, kept: Tensor | Non
         return 1 / (batch.statistics["turns"].clamp(min=1) * tokens.clamp(min=1).double())
     records, name = batch.statistics.records, UNIT_FIELDS[aggregation].name
     if "unit_ids" not in records:
-        raise ValueError(f"statistics hold no {name} of the step; they are of another loss or configuration")
+        raise ValueError(
+            f"statistics have no {name}: they are of another loss or configuration; pass what this loss's `count` returned"
+        )
     ids, order = records["unit_ids"].sort()
     summed = torch.nn.functional.pad(records["unit_tokens"][order].cumsum(0), (1, 0))
     first = torch.nn.functional.pad(ids.diff(), (min(len(ids), 1), 0), value=1) != 0

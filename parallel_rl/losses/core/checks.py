@@ -231,7 +231,7 @@ def check_values(data: Mapping[str, Tensor], needs: Requirements, truncated: boo
             gone = values.isneginf() & place
             if bool(gone.any()):
                 raise ValueError(
-                    f"{field.name} is -inf at {gone.nonzero()[0].tolist()}, a valid place: no policy draws a token of "
-                    "probability 0; mask it, or record its log-prob"
+                    f"{field.name} is -inf at {gone.nonzero()[0].tolist()}, a valid place: a token of probability 0 is never "
+                    "sampled; mask it, or record its log-prob"
                     + (", or give the loss the sampler's top_k or top_p" if RECORDED[field.name] else "")
                 )

@@ -98,8 +98,8 @@ class LogProbs(Source):
             )
         if needs.reads_places and group_size(self.call.context_group) > 1:
             raise ValueError(
-                f"{loss} in this configuration needs to know where in its sequence a token lies, which a row that is cut "
-                "over context ranks does not tell; gather the rows, and give no context_parallel_group"
+                f"{loss} in this configuration needs each token's position in its sequence, which rows split over context "
+                "ranks lack; gather the rows, and give no context_parallel_group"
             )
 
     def place(self, needs: Requirements) -> Placed:

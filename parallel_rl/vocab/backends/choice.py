@@ -35,8 +35,8 @@ def check_backend(backend: Backend, device: torch.device) -> None:
         raise ValueError(f'backend = "triton" needs a C compiler: {_NO_COMPILER}; "auto" runs without Triton')
     if device.type != "cuda" and not _INTERPRETED:
         raise ValueError(
-            f'backend = "triton" needs logits on a CUDA device, got {device.type}; "auto" chooses what fits '
-            "(TRITON_INTERPRET=1, set before the start, runs the kernels anywhere, slowly)"
+            f'backend = "triton" needs logits on a CUDA device, got {device.type}; use backend = "auto", or set '
+            "TRITON_INTERPRET=1 before the start to run the kernels anywhere, slowly"
         )
 
 

@@ -152,7 +152,10 @@ class LMHeadInput:
             return
         most = int(self.row_order(group).to_rows(keep).view(self.parts(group), -1).sum(1).max())
         if most > self.rows:
-            raise ValueError(f"rows = {self.rows}, but {most} rows of one rank's hidden states carry loss")
+            raise ValueError(
+                f"rows = {self.rows} is too few: {most} rows of one rank's hidden states are scored; raise rows, or leave it "
+                "out"
+            )
 
 
 @dataclass(frozen=True)

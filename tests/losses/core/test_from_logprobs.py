@@ -344,9 +344,9 @@ def test_a_fault_of_one_context_rank_is_an_error_of_all() -> None:
             "has shape [4, 4]",
             "the number of sequences",
             "advantages is NaN",
-            "needs to know where",
-            "needs to know where",
-            "needs to know where",
+            "needs each token's position",
+            "needs each token's position",
+            "needs each token's position",
         ),
         strict=True,
     ):

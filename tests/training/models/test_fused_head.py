@@ -85,7 +85,7 @@ def test_only_rows_that_carry_loss_are_projected(layout: str, packing: bool, tmp
     for batches in run_world(world, count_rows, arguments):
         for counted, told, error in batches:
             assert told == max(counted) > 0
-            assert re.search(r"rows = \d+, but \d+ rows of one rank's hidden states carry loss", error)
+            assert re.search(r"rows = \d+ is too few: \d+ rows of one rank's hidden states are scored", error)
 
 
 def test_losses_on_log_probs_take_it() -> None:
