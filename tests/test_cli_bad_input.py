@@ -44,11 +44,11 @@ def checked(*arguments: str) -> list[str]:
         (checked("empty.yaml"), "empty.yaml holds nothing; a mapping of sections is needed"),  # "holds NoneType"
         (checked("text.yaml"), "text.yaml holds a text; a mapping of sections is needed"),
         (checked("list.yaml"), "list.yaml holds a list; a mapping of sections is needed"),
-        (checked("twice.yaml"), "twice.yaml is not valid YAML: the key 'rl' stands twice"),  # the first was lost
-        (checked("twice_below.yaml"), "the key 'steps' stands twice"),
+        (checked("twice.yaml"), "twice.yaml is not valid YAML: duplicate key 'rl'"),  # the first was lost
+        (checked("twice_below.yaml"), "duplicate key 'steps'"),
         (checked("latin.yaml"), "latin.yaml is not valid YAML: no UTF-8 (invalid continuation byte at byte 11)"),  # no file
         (["data", "mine.jsonl"], "mine.jsonl holds data; name a config, and pass the data as --data.train mine.jsonl"),
-        (checked("twice.yaml"), "the key 'rl' stands twice (line "),  # three lines
+        (checked("twice.yaml"), "duplicate key 'rl' (line "),  # three lines
         (["check", "grpo", "--world", "4"], "the config file grpo does not exist; for the recipe write --recipe grpo"),
         (["check", "--recipe", "gpro", "--world", "4"], "there is no recipe 'gpro'; did you mean 'grpo'?"),  # 'gspo'
         (["export", "nowhere", "out"], "nowhere is not a run's checkpoint, such as runs/grpo/checkpoints/step_000100: the "),
@@ -62,7 +62,7 @@ def checked(*arguments: str) -> list[str]:
         (checked(GRPO, "--=3"), "the override -- lacks a name"),  # "ambiguous option: could match --help, --version"
         (checked(GRPO, "--run.dir=3"), "run.dir = 3 is not valid; a value of type str is needed; in YAML a text that reads"),
         (checked(GRPO, "--tokenizer.alphabet=01"), "in YAML a text that reads like a value of another kind stands in quotes"),
-        (checked(GRPO, "--parallel={tensor: 2, tensor: 4}"), "is not valid YAML: the key 'tensor' stands twice"),
+        (checked(GRPO, "--parallel={tensor: 2, tensor: 4}"), "is not valid YAML: duplicate key 'tensor'"),
         (checked(GRPO, "--run.dir="), "run.dir = None"),
         (checked(GRPO, "--run.dir=''"), "run: dir = '' is empty; name the folder of the run, as in runs/grpo"),
         (checked(GRPO, "--run.dir=~/mine"), "run: dir = '~/mine' begins with a ~, which only a shell expands; write the whole"),

@@ -86,5 +86,5 @@ def _object(pairs: list[tuple[str, object]]) -> dict[str, object]:
     tree = dict(pairs)
     if len(tree) < len(pairs):
         keys = [key for key, _ in pairs]
-        raise ValueError(f"the key {brief(next(key for key in keys if keys.count(key) > 1))} stands twice")
+        raise ValueError(f"duplicate key {brief(next(key for key in keys if keys.count(key) > 1))}")
     return tree

@@ -51,11 +51,11 @@ def check_address(url: str) -> None:
         raise ValueError(f"url = {shown(url)} names no host; http://host:port/path is needed")
     if "@" in parts.netloc or "?" in url or "#" in url:
         raise ValueError(
-            f"url = {shown(url)} comes with a user, a password, a query or a fragment, which would stand in the run's "
-            "records; leave it out, and name in api_key_env the environment variable that holds a key"
+            f"url = {shown(url)} has a user, a password, a query or a fragment, which would be saved with the run. Leave it "
+            "out, and set api_key_env to the name of the environment variable that holds the key"
         )
     if not url.isascii() or not url.isprintable() or " " in url:
-        raise ValueError(f"url = {shown(url)} holds a blank or another character that an address does not have")
+        raise ValueError(f"url = {shown(url)} has a space or another character that a URL cannot have")
 
 
 class Secret:
@@ -80,7 +80,7 @@ class Secret:
             raise ValueError(f"api_key_env = {name!r}: the environment has no such variable, or it is empty")
         if not all("!" <= char <= "~" for char in value):
             raise ValueError(
-                f"api_key_env = {name!r}: the variable holds a blank, the end of a line or another character that a key cannot "
+                f"api_key_env = {name!r}: the variable has a space, a line end or another character that a key cannot "
                 "have (its value is not shown)"
             )
         return cls(value)

@@ -58,9 +58,7 @@ class _Loader(yaml.SafeLoader):
             if not isinstance(key, yaml.ScalarNode):
                 raise yaml.constructor.ConstructorError(None, None, "a key must be a text", key.start_mark)
             if key.tag != "tag:yaml.org,2002:merge" and key.value in seen and isinstance(key.value, str):
-                raise yaml.constructor.ConstructorError(
-                    None, None, f"the key {key.value!r} stands twice", key.start_mark
-                )
+                raise yaml.constructor.ConstructorError(None, None, f"duplicate key {key.value!r}", key.start_mark)
             seen.add(key.value if isinstance(key.value, str) else None)
         return super().construct_mapping(node, deep)
 
@@ -205,7 +203,7 @@ def _pairs(arguments: Sequence[str]) -> list[tuple[str, object]]:
             pairs.append((name, _value(text)))
         except ValueError as error:
             problem = getattr(error.__cause__, "problem", "") or ""
-            why = f": {problem}" if "stands twice" in problem else ""
+            why = f": {problem}" if "duplicate key" in problem else ""
             raise ValueError(f"the value of --{name}, {shown(text)}, is not valid YAML{why}") from None
     return pairs
 

@@ -142,7 +142,7 @@ def _completion(
         value = brief(logprobs[place])
         fault = f"{where}: the log-prob of token {place} is {value}; a finite number of at most 0 is needed"
     if early := [token for token in tokens[:-1] if token in expected.ends]:
-        raise ValueError(f"{where}: the end token {early[0]} stands before the end of {brief(tokens)}")
+        raise ValueError(f"{where}: the end token {early[0]} occurs before the end of {brief(tokens)}")
     stopped = tokens[-1] in expected.ends  # SGLang returns "length" if the end token is the last one allowed
     if reason == "stop" and not stopped:
         ends = " or ".join(map(str, expected.ends))

@@ -17,9 +17,7 @@ from parallel_rl.config.json_text import brief, is_finite
 from parallel_rl.config.shown import Secret, check_address
 from parallel_rl.servers.http_client import Poster, PostingConfig, ServerError, Workers, gather, read_json
 
-_KEY = (
-    "it holds a key, which would stand in the run's records; name in api_key_env the environment variable that has it"
-)
+_KEY = "it holds a key, which would be saved with the run; set api_key_env to the name of the environment variable that has it"
 _WHY = dict.fromkeys(("authorization", "proxy-authorization", "cookie"), _KEY) | dict.fromkeys(
     (
         "host",

@@ -178,7 +178,7 @@ LOGPROB = r"/v1/completions: sample 8 \(choice 1 of 2\): the log-prob of token "
         (with_choice(token_logprobs=[-9999.0, -1.0, -1.0]), LOGPROB + "0 is -9999.0"),
         (with_choice(token_logprobs=[-1.0, None, -1.0]), LOGPROB + "1 is None"),
         (with_choice(finish_reason="tool_calls"), SAMPLE + "finish_reason is 'tool_calls'; 'stop' or 'length'"),
-        (with_choice(token_ids=[5, END, 6], finish_reason="length"), SAMPLE + "the end token 2 stands before the end"),
+        (with_choice(token_ids=[5, END, 6], finish_reason="length"), SAMPLE + "the end token 2 occurs before the end"),
         (
             with_choice(token_ids=[5, 6, 7]),
             SAMPLE + "it stopped at token 7; the end token 2 and its log-prob must come",

@@ -237,7 +237,7 @@ def test_headers_are_sent() -> None:
         ('{"rewards": [1e39]}', r"reward 0 of 1 is 1e\+39; a finite number is needed \(in float32\)"),
         ("[" * 200_000, "brackets are nested deeper"),
         ('{"rewards": ' + "[" * 200_000, "brackets are nested deeper"),
-        ('{"rewards": [1], "rewards": [2]}', "the key 'rewards' stands twice"),
+        ('{"rewards": [1], "rewards": [2]}', "duplicate key 'rewards'"),
         ('{"rewards": [' + "9" * 5000 + "]}", "an integer has more digits than Python reads"),
     ],
 )  # fmt: skip
@@ -274,5 +274,5 @@ def test_numbers_that_no_completion_has(changes: dict, choice: dict, message: st
     with pytest.raises(ValueError, match=message) as caught:
         read_openai(openai(changes, choice), expected)
     assert len(str(caught.value)) < 400
-    with pytest.raises(ValueError, match=r"stands twice: .* \(sample 7\)"):
+    with pytest.raises(ValueError, match=r"duplicate key .*: .* \(sample 7\)"):
         read_native(b'[{"meta_info": {}, "meta_info": {}}]', expected)

@@ -30,8 +30,8 @@ ROWS: dict[str, tuple[str, str]] = {
     "nan": (json.dumps({**GOOD, "logprobs": [-0.5, float("nan")]}), "logprobs[1] = nan is not valid"),
     "brackets": ("[" * 200_000, "brackets are nested deeper than"),
     "brackets in a field": ('{"group": ' + "[" * 200_000 + "]" * 200_000 + "}", "brackets are nested deeper than"),
-    "key twice": ('{"group": 1, "group": 2}', "the key 'group' stands twice"),
-    "key twice below": ('{"group": {"a": 1, "a": 2}}', "the key 'a' stands twice"),
+    "key twice": ('{"group": 1, "group": 2}', "duplicate key 'group'"),
+    "key twice below": ('{"group": {"a": 1, "a": 2}}', "duplicate key 'a'"),
     "digits": ('{"group": ' + "9" * 5000 + "}", "an integer has more digits than Python reads"),
     "list": ('{"tokens": {"a": 1}}', "'tokens' = {'a': 1} is not valid; a list is needed"),
 }
