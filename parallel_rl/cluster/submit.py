@@ -224,7 +224,7 @@ def _on_offer() -> str:
             ["sinfo", "-h", "-o", "  %P %D nodes, each %c CPUs, %G, at most %l"], capture_output=True, text=True
         )
         if done.returncode == 0 and done.stdout.strip():
-            return f"\nthere is, by partition:\n{done.stdout.rstrip()}"
+            return f"\navailable partitions:\n{done.stdout.rstrip()}"
     return ""
 
 

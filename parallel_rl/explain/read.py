@@ -141,7 +141,7 @@ def _check(meta: Meta, arrays: Mapping[str, np.ndarray]) -> None:
     for name, x in arrays.items():
         of = name.partition("/")[0]
         if name != "lengths" and (of not in sizes or x.shape != (sizes[of],)):
-            raise ValueError(f"{name} has {list(x.shape)} numbers, its lengths say {sizes.get(of)}")
+            raise ValueError(f"{name} has {list(x.shape)} numbers, its lengths need {sizes.get(of)}")
     if len(lengths):
         absent = [name for name in ("input_ids", "token_mask", "scored") if f"token/{name}" not in arrays]
         if absent or "sequence/sample_mask" not in arrays:

@@ -159,7 +159,7 @@ def read_source(path: str | Path) -> Source:
     path = Path(path)
     path = path / "config.json" if path.is_dir() else path
     if not path.is_file():
-        raise ValueError(f"{path} is not there; a config.json or Megatron's arguments are needed")
+        raise ValueError(f"{path} does not exist; a config.json or Megatron's arguments are needed")
     return source_of(read_json(path) if path.suffix == ".json" else read_tree(path), str(path))
 
 

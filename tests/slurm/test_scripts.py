@@ -198,5 +198,5 @@ def test_what_the_cluster_does_not_have_is_refused_at_once(
     assert main(_words(tmp_path, *given)) == 2
     said = capsys.readouterr().err
     assert what in said
-    assert re.search(r"there is, by partition:\n  main\* 4 nodes, each 16 CPUs, gpu:h100:8, at most 1-00:00:00", said)
+    assert re.search(r"available partitions:\n  main\* 4 nodes, each 16 CPUs, gpu:h100:8, at most 1-00:00:00", said)
     assert not (tmp_path / "run").exists()

@@ -93,8 +93,8 @@ def _member(kind: str, name: str) -> object:
     if host is None:
         if "nemo_rl" in sys.modules and "nemo_rl.algorithms.loss_functions" in sys.modules:
             raise ValueError(
-                "this NeMo-RL hands its losses logits; supported is its source since March 2026, which has "
-                "nemo_rl.algorithms.loss; parallel_rl.compat.nemo_rl has both calls"
+                "this NeMo-RL passes logits to its losses, which is not supported here. Install its source since March 2026, "
+                "which has nemo_rl.algorithms.loss, or take the losses of parallel_rl.compat.nemo_rl"
             )
         return name.lower()
     members = getattr(host, kind, None)  # MetricNormalizer is younger than the call: 0.7 lacks it

@@ -155,9 +155,9 @@ def custom_loss(loss_fn: LossFn, groups: ParallelGroups | None = None) -> Loss:
         if shared is not None:
             if of_rollouts is None:
                 raise ValueError(
-                    f"samples share the denominators {shared.tolist()} (rollout_mask_sums), being several of one rollout; "
-                    f"{loss_name} has no weights of tokens with aggregation 'seq-mean-token-mean' that would say so; use "
-                    "aggregation 'token-mean' and calculate_per_token_loss"
+                    f"rollout_mask_sums = {shared.tolist()} divides several samples of one rollout by one number, which "
+                    f"{loss_name} cannot with aggregation 'seq-mean-token-mean'; use aggregation 'token-mean' and "
+                    "calculate_per_token_loss"
                 )
             data["token_weights"] = [torch.ones_like(x) / n for x, n in zip(logprobs, shared, strict=True)]
             statistics = of_rollouts.collect_from_logprobs(

@@ -190,7 +190,7 @@ def _of_error(compared: Compared) -> str:
         return (
             "a weight with other values on these ranks is marked as one that they share; experts need allreduce = False"
             if compared.layout.ep > 1
-            else "a weight that these ranks share is drawn or changed by rank"
+            else "a weight that these ranks share is initialised or changed by rank"
         )
     if compared.layout.world == 1:
         return "one process runs the step on padded rows in one micro-batch; other rows or settings break it"

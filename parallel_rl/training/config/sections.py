@@ -313,5 +313,5 @@ class ServerConfig(CompletionServerConfig):
             raise ValueError(f"update_every = {self.update_every} has no effect without update")
         if self.update == "vllm" and self.api == "sglang":
             raise ValueError(
-                "update = 'vllm' is incompatible with api = 'sglang', which vLLM does not speak; leave api out"
+                "update = 'vllm' is incompatible with api = 'sglang', which vLLM does not serve; set api = 'openai'"
             )

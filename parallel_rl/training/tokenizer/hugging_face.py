@@ -95,7 +95,7 @@ class HuggingFaceTokenizer:
             if ids[: len(answer_ids)] != answer_ids:
                 raise ValueError(
                     f"the tokenizer merges the end token of an answer with the text that the chat template of {self._folder} "
-                    "writes after it; data.mask_history: true learns the last answer only"
+                    "writes after it; set data.mask_history: true to learn the last answer only"
                 )
             tokens += ids
             mask += [weight] * len(answer_ids) + [0] * (len(ids) - len(answer_ids))
@@ -108,8 +108,8 @@ class HuggingFaceTokenizer:
             return ids[: end + 1]
         if not last:
             raise ValueError(
-                f"the chat template of {self._folder} writes no end token after an answer that is not the last one, so that a "
-                "policy would not learn to end it; data.mask_history: true learns the last answer only"
+                f"the chat template of {self._folder} writes no end token after earlier answers, so the policy would not "
+                "learn to end them; set data.mask_history: true to learn the last answer only"
             )
         return [*ids, self._end]
 

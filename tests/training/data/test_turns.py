@@ -91,7 +91,7 @@ def test_a_template_that_rewrites_earlier_answers_is_refused(folders: dict[str, 
     keeps += "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
     folder = write_tokenizer(tmp_path)
     for source, message in (
-        (keeps.replace("<|im_end|>\n", "\n"), "writes no end token after an answer that is not the last"),
+        (keeps.replace("<|im_end|>\n", "\n"), "writes no end token after earlier answers"),
         (
             keeps.replace("{{ m.content }}", "{{ m.content if loop.last or m.role == 'user' else m.content[:3] }}"),
             r"messages\[1\], an answer, differently",

@@ -69,7 +69,7 @@ def test_weights_that_cannot_be_written(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("section", "message"),
     [
-        ("rl.server", "update = 'vllm' is incompatible with api = 'sglang', which vLLM does not speak"),
+        ("rl.server", "update = 'vllm' is incompatible with api = 'sglang', which vLLM does not serve"),
         ("rows: examples", "'server' has no effect with rows = 'examples'; set rows to 'policy'"),
         ("ahead: 1", "server.ahead = 1 has no effect in distillation"),
         ("max_mismatch: 1", "server.max_mismatch = 1.0 has no effect in distillation"),
