@@ -226,7 +226,7 @@ def test_the_job_has_the_ranks_that_its_nodes_give(tmp_path: Path, monkeypatch: 
     # what the site says holds in the job
     site.write_text("NPROC_PER_NODE=8\n")
     assert plan(Resources(2), ["c.yaml"]).world == plan(Resources(2, ranks_per_node=8), ["c.yaml"]).world == 16
-    with pytest.raises(ValueError, match=r"--ranks-per-node 4, and .*site.conf sets NPROC_PER_NODE = 8, which holds"):
+    with pytest.raises(ValueError, match=r"--ranks-per-node 4 contradicts NPROC_PER_NODE = 8 in .*site.conf"):
         plan(Resources(2, ranks_per_node=4), ["c.yaml"])
     site.write_text("NPROC_PER_NODE=${NPROC_PER_NODE:-8}\n")
     assert plan(Resources(2, ranks_per_node=4), ["c.yaml"]).world == 8

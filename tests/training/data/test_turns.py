@@ -82,7 +82,7 @@ def test_each_answer_is_learned_and_nothing_else(folders: dict[str, Path]) -> No
 def test_a_template_that_rewrites_earlier_answers_is_refused(folders: dict[str, Path], tmp_path: Path) -> None:
     """Qwen3's leaves out earlier thoughts: what it asks a policy with is no prefix of the conversation that is learned."""
     with pytest.raises(
-        ValueError, match=r"writes messages\[1\], an answer, differently .* data.mask_history: true learns"
+        ValueError, match=r"renders the answer messages\[1\] differently .* Set data.mask_history: true to learn"
     ):
         parse_example({"messages": TALK}, form(folders["qwen3"]))
     last = parse_example({"messages": TALK}, form(folders["qwen3"], mask_history=True))
@@ -94,7 +94,7 @@ def test_a_template_that_rewrites_earlier_answers_is_refused(folders: dict[str, 
         (keeps.replace("<|im_end|>\n", "\n"), "writes no end token after earlier answers"),
         (
             keeps.replace("{{ m.content }}", "{{ m.content if loop.last or m.role == 'user' else m.content[:3] }}"),
-            r"messages\[1\], an answer, differently",
+            r"the answer messages\[1\] differently",
         ),
         (keeps.replace(">assistant", ">model"), "renders an answer without its prompt before it"),
     ):
