@@ -16,7 +16,7 @@ def parse_json(text: str | bytes) -> object:
 
     >>> parse_json('{"a": 1, "a": 2}')
     Traceback (most recent call last):
-    ValueError: the key 'a' stands twice
+    ValueError: duplicate key 'a'
 
     ValueError: no JSON (a `json.JSONDecodeError` with the place), a duplicate key, an integer beyond Python's 4,300 digits, or
     brackets nested too deep.

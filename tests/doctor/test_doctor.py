@@ -71,7 +71,7 @@ def test_a_run_reaches_some_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
     reached = RunFacts(tensor=2, sequence_parallel=True, sinks=True, balanced=True)
     found = {each.subject.partition(" (")[0]: each for each in ask_faults(reached)}
     assert {each.severity for each in found.values()} == {"note"}
-    texts = {name: "avoids it" in each.text for name, each in found.items()}
+    texts = {name: "avoided by its step" in each.text for name, each in found.items()}
     assert {name for name, avoids in texts.items() if avoids} == {"attention sinks", "routers' own losses"}
     assert "reaches 2 (attention sinks, routers' own losses)" in gate_line(reached)
     assert gate_line(RunFacts()).endswith("reaches none")

@@ -204,7 +204,7 @@ def test_an_answer_may_end_on_any_end_token() -> None:
         assert server.requests[0]["stop_token_ids"] == [END, 7]
     with (
         serve(with_choice(token_ids=[5, 7, 6])) as server,
-        pytest.raises(CompletionServerError, match="end token 7 stands"),
+        pytest.raises(CompletionServerError, match="end token 7 occurs"),
     ):
         client(server.root, sampling=replace(SAMPLING, ends=(END, 7)), batch_size=2).complete(PROMPTS[:2], [7, 8])
 

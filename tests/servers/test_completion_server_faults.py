@@ -107,7 +107,7 @@ def test_one_failure_ends_the_others() -> None:
 
 
 def test_a_failed_call_ends_no_other() -> None:
-    """Every later call failed with "another request has failed", however well the server was again."""
+    """Every later call failed with "another request failed", however well the server was again."""
 
     def fails_once(number: int, body: dict) -> tuple[int, object]:
         return (400, b"bad") if number == 0 else well(number, body)
@@ -118,7 +118,7 @@ def test_a_failed_call_ends_no_other() -> None:
             ours.complete(PROMPTS[:1], [0])
         assert len(ours.complete(PROMPTS[:2], range(2))) == 2
         ours.close()
-        with pytest.raises(CompletionServerError, match="not asked"):
+        with pytest.raises(CompletionServerError, match="not sent, because another request failed"):
             ours.complete(PROMPTS[:1], [0])
 
 

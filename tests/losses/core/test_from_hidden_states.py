@@ -73,7 +73,7 @@ def test_nothing_reads_a_value(case: Case, rows: int | None) -> None:
         ({"weight": torch.zeros(V, D + 1)}, "calls for"),
         ({"mode": "fast"}, "'fast' is not valid"),
         ({"budget": 10}, "too small for one row"),
-        ({"rows": 3}, "rows = 3, but 28 rows"),
+        ({"rows": 3}, "rows = 3 is too few: 28 rows"),
         ({"sequence_parallel": True}, "splits hidden"),
     ],
 )
@@ -179,7 +179,7 @@ def test_a_bound_on_rows_counts_the_tokens_that_count(rule: dict) -> None:
         with validation(mode):  # type: ignore[arg-type]
             got = token_logprobs(LMHeadInput(hidden, weight, rows=valid), data, **rule)
         torch.testing.assert_close(got, want)
-    with pytest.raises(ValueError, match=f"rows = {valid - 1}, but {valid} rows of one rank's"):
+    with pytest.raises(ValueError, match=f"rows = {valid - 1} is too few: {valid} rows of one rank's"):
         token_logprobs(LMHeadInput(hidden, weight, rows=valid - 1), data, **rule)
 
 

@@ -183,7 +183,10 @@ def test_nodes_that_hold_different_weights_are_refused(tmp_path: Path) -> None:
     for node, factor in (("0", 1.0), ("1", 1.01)):
         _tensors(tmp_path / node / "other", lambda found, factor=factor: found[NORM].mul_(factor))
     assert run_world(2, _from_its_node, "same", str(tmp_path)) == ["was loaded"] * 2
-    refused = "other does not hold the same weights on all nodes: data ranks would train different models"
+    refused = (
+        "other does not hold the same weights on all nodes: data ranks would train different models; choose a folder that all "
+        "nodes share"
+    )
     assert run_world(2, _from_its_node, "other", str(tmp_path)) == [refused] * 2
 
 
