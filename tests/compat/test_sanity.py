@@ -171,7 +171,7 @@ def test_options_that_cannot_be_right_are_refused(make: Callable[[], object], me
 def test_calls_that_cannot_be_right_are_refused() -> None:
     data = responses(0)
     policy = [data[key] for key in ("logprob", "old_logprob", "advantages")]
-    with pytest.raises(ValueError, match="global_valid_toks is given, global_valid_seqs is not"):
+    with pytest.raises(ValueError, match="global_valid_toks is given without global_valid_seqs"):
         lightrft.PolicyLoss()(*policy, global_valid_toks=3)
     with pytest.raises(ValueError, match=r"advantages has shape \[6, 7\]"):
         lightrft.PolicyLoss()(*policy[:2], policy[2][:, 1:])

@@ -155,7 +155,7 @@ def test_bad_sizes_are_named(tree: dict, message: str) -> None:
 
 
 def test_bad_files_are_named(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="is not there"):
+    with pytest.raises(ValueError, match="does not exist"):
         read_source(tmp_path)
     for text, message in (("[1]", "holds list"), ("{", "is not JSON"), ("[" * 100_000, "is not JSON")):
         (tmp_path / "config.json").write_text(text, encoding="utf-8")

@@ -118,10 +118,8 @@ def test_a_slow_server() -> None:
 
     with serve(never) as server:
         reward = HTTPReward(HTTPRewardConfig(server.url, timeout=0.2, retries=1, backoff=0.01))
-        start = time.monotonic()
         with pytest.raises(RewardServerError, match=r"attempt 2 of 2: no answer in 0\.2 s"):
             reward(*texts(2))
-        assert time.monotonic() - start < 5
         release.set()
 
 
@@ -171,10 +169,8 @@ def drip(connection: socket.socket) -> None:
 def test_a_server_that_breaks_off_or_drips(speak, message: str) -> None:  # type: ignore[no-untyped-def]
     url, _, listener = raw_server(speak)
     reward = HTTPReward(HTTPRewardConfig(url, timeout=0.3, retries=1, backoff=0.01))
-    start = time.monotonic()
     with pytest.raises(RewardServerError, match=f"attempt 2 of 2: {message}"):
         reward(*texts(1))
-    assert time.monotonic() - start < 4
     listener.close()
 
 
@@ -231,11 +227,11 @@ def test_one_failure_ends_the_others() -> None:
         return (400, b"bad") if body["prompts"] == ["q0"] else (503, b"busy")
 
     with serve(fails) as server:
-        reward = HTTPReward(HTTPRewardConfig(server.url, retries=50, backoff=5, batch_size=1, concurrency=2))
+        reward = HTTPReward(HTTPRewardConfig(server.url, retries=50, backoff=60, batch_size=1, concurrency=2))
         start = time.monotonic()
         with pytest.raises(RewardServerError, match="status 400"):
             reward(*texts(10))
-        assert time.monotonic() - start < 5 and len(server.requests) < 10
+        assert time.monotonic() - start < 50 and len(server.requests) < 10
 
 
 def test_the_proxy_of_the_environment_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -253,7 +253,7 @@ def test_tools_go_to_the_chat_template(tokenizer: Tokenizer) -> None:
     [
         ("examples", [{"prompt": "a", "completion": "b"}, {"prompt": "a", "answer": "b"}], {}, "line 2: the record is not of"),
         ("examples", [{"prompt": "a", "completion": "b"}, {"prompt": "a", "completion": "b", "label": 1}], {},
-         "line 2: .*the column 'label' is unknown; it has prompt, completion, label. With data.form"),
+         "line 2: .*the column 'label' is unknown; it has prompt, completion, label. Set data.form"),
         ("examples", [{"prompt": "a", "completion": "b", "instruction": "a", "output": "b"}], {},
          "columns of several forms, prompt_completion, alpaca"),
         ("examples", [{"conversations": [{"from": "alien", "value": "b"}]}], {}, r"conversations\[0\] = .*alien.*from one of"),

@@ -113,7 +113,7 @@ def test_a_run_with_another_map_is_refused(tmp_path: Path) -> None:
     cut(tmp_path / "one", tmp_path / "again", 4)
     assert run_world(1, train_mapped, given(tmp_path / "again", **options)) == [rows[4:]]
     cut(tmp_path / "one", tmp_path / "other", 4)
-    with pytest.raises(WorldError, match=r"data.map is .*:same_questions .* and was .*:questions "):
+    with pytest.raises(WorldError, match=r"data.map .* is .*:same_questions .* and was .*:questions "):
         run_world(1, train_mapped, given(tmp_path / "other", **{**options, "data__map": f"{MAPS}:same_questions"}))
 
 
