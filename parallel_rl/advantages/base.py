@@ -224,17 +224,17 @@ class AdvantageEstimator(Variants):
         return Advantages(values, values)
 
     def finish(
-        self, found: Advantages, batch: Mapping[str, Tensor], mask: Tensor, group: ProcessGroup | None
+        self, estimate: Advantages, batch: Mapping[str, Tensor], mask: Tensor, group: ProcessGroup | None
     ) -> Advantages:
         """Add the teacher's term, whiten over the ranks of `group`, then clip."""
-        advantages = found.advantages
+        advantages = estimate.advantages
         if self.teacher_kl is not None:
             teacher_term = self.teacher_kl(batch["prev_logprobs"], batch["teacher_token_logprobs"])
             advantages = torch.where(mask, advantages + teacher_term, 0.0)
         advantages = whiten(advantages, mask, self.whiten, group)
         if self.clip_low is not None or self.clip_high is not None:
             advantages = torch.where(mask, advantages.clamp(self.clip_low, self.clip_high), 0.0)
-        return Advantages(advantages, found.returns)
+        return Advantages(advantages, estimate.returns)
 
 
 def in_unit(config: object, *names: str) -> None:

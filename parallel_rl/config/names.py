@@ -73,9 +73,9 @@ def is_left(what: str, name: str) -> bool:
     return True
 
 
-def modules_of_user(given: Sequence[str]) -> list[str]:
+def modules_of_user(names: Sequence[str]) -> list[str]:
     """List the modules of --import, then PARALLEL_RL_IMPORT's (by commas); ValueError for a bad name."""
-    words = {f"--import {name}": name for name in given}
+    words = {f"--import {name}": name for name in names}
     for name in filter(None, os.environ.get(ENVIRONMENT, "").split(",")):
         words.setdefault(f"{ENVIRONMENT} = {name}", name.strip())
     for where, name in words.items():

@@ -75,7 +75,7 @@ class ComponentsLossConfig:
     def __post_init__(self) -> None:
         if not self.components:
             raise ValueError("components is empty; name at least one")
-        joint_requirements({name: (each.loss.requirements, each.view) for name, each in self.components.items()})
+        joint_requirements({name: (part.loss.requirements, part.view) for name, part in self.components.items()})
         for name in self.components:
             if not _NAME.fullmatch(str(name)):
                 raise ValueError(
@@ -119,7 +119,7 @@ class ComponentsLossFn(ComponentsLoss[ComponentsLossConfig]):
     @cached_property
     def components(self) -> tuple[Component, ...]:
         return tuple(
-            Component(name, self._build(each.loss), each.view) for name, each in self.config.components.items()
+            Component(name, self._build(part.loss), part.view) for name, part in self.config.components.items()
         )
 
     @cached_property

@@ -42,7 +42,7 @@ class Bracket(NamedTuple):
 class Brackets(NamedTuple):
     """Brackets of the thresholds of top-k (optional) and top-p, and the first pass's maximum."""
 
-    each: list[Bracket]
+    brackets: list[Bracket]
     largest: Tensor  # [T, 1] logit of this shard
 
 

@@ -115,7 +115,7 @@ class _Search(NamedTuple):
         assert self.top_p is not None
         brackets = find_brackets(z, self.top_k, self.top_p, self.inv_t, self.vocab_size, self.group)
         scale, all_stay = self.scale(brackets.largest), torch.full_like(brackets.largest, -torch.inf)
-        low, high = (torch.cat(ends, 1) for ends in zip(*brackets.each, strict=True))
+        low, high = (torch.cat(ends, 1) for ends in zip(*brackets.brackets, strict=True))
         above = torch.zeros(len(z), 4, dtype=torch.int64)
         weigh = compiled(_weigh) if _pays(z, self.backend) else _weigh
 
@@ -148,7 +148,7 @@ class _Search(NamedTuple):
             return _digits(everywhere, lambda _: k, z, self.group)
         brackets = count_brackets(z, self.top_k, self.top_p, self.inv_t, self.vocab_size, self.group)
         scale, all_stay = self.scale(brackets.largest), torch.full_like(brackets.largest, -torch.inf)
-        low, high = (torch.cat(ends, 1) for ends in zip(*brackets.each, strict=True))
+        low, high = (torch.cat(ends, 1) for ends in zip(*brackets.brackets, strict=True))
         most = capacity(z.shape[1])
         local, values, number = vocab_weigh(z, low, high, *scale, most)
         sums = reduce_(torch.cat([local, (number > most).t()], 1), self.group)

@@ -197,15 +197,15 @@ class LogProbLoss(LossFunction, ABC):
     def logprobs(
         self,
         first: Tensor | LMHeadInput | None,
-        given: Tensor | None,
+        logprobs: Tensor | None,
         data: Data,
         groups: tuple[int | None, ProcessGroup | None, ProcessGroup | None],
     ) -> Tensor:
         """Return log-probs [B, S − 1], passed or computed from logits; ValueError for both or neither."""
-        if (first is None) == (given is None):
+        if (first is None) == (logprobs is None):
             raise ValueError("give next_token_logits, or next_token_logprobs in their place, and not both")
-        if given is not None:
-            return given
+        if logprobs is not None:
+            return logprobs
         assert first is not None
         if isinstance(first, Tensor) and first.dim() == 2:
             return first

@@ -148,7 +148,7 @@ class ComponentsLoss(LossFn[ConfigT]):
     def requirements(self) -> Requirements:
         for component in self.components:
             check_declared(component.loss)
-        return joint_requirements({each.name: (each.loss.requirements, each.view) for each in self.components})
+        return joint_requirements({part.name: (part.loss.requirements, part.view) for part in self.components})
 
     def options_of_components(self) -> dict[str, object]:
         """Return the constructor arguments of the components' losses."""
@@ -167,7 +167,7 @@ class ComponentsLoss(LossFn[ConfigT]):
             merged = replace(loss.options, vocab_size=options.vocab_size, vocab_start=options.vocab_start)
             return loss.with_options(merged)
 
-        vars(loss)["components"] = tuple(replace(each, loss=on_columns(each.loss)) for each in self.components)
+        vars(loss)["components"] = tuple(replace(part, loss=on_columns(part.loss)) for part in self.components)
         return loss
 
     @property
@@ -202,7 +202,7 @@ class ComponentsLoss(LossFn[ConfigT]):
 
     def collect_from(self, batch: TokenBatch) -> Statistics:
         collecting = [component for component in self.components if component.loss.needs_collect]
-        collected = (each.loss.collect_from(each.batch(batch)).prefixed(f"{each.name}/") for each in collecting)
+        collected = (part.loss.collect_from(part.batch(batch)).prefixed(f"{part.name}/") for part in collecting)
         return reduce(or_, collected)
 
     def compute(self, batch: TokenBatch) -> tuple[Tensor, Metrics]:
@@ -219,8 +219,8 @@ class ComponentsLoss(LossFn[ConfigT]):
     def account(self, batch: TokenBatch) -> Account:
         coefficients = self.coefficients
         accounts = (
-            each.loss.account(each.batch(batch)).under(f"{each.name}/", coefficients[each.name])
-            for each in self.components
+            part.loss.account(part.batch(batch)).under(f"{part.name}/", coefficients[part.name])
+            for part in self.components
         )
         return reduce(or_, accounts)
 
@@ -239,7 +239,7 @@ class ComponentsLoss(LossFn[ConfigT]):
     def check_data(self, data: Mapping[str, Tensor], needs: Requirements) -> None:
         for component in self.components:
             check_zeros_and_ones(
-                data, names=("token_mask", "sample_mask", *(each.name for each in component.view.masks))
+                data, names=("token_mask", "sample_mask", *(mask.name for mask in component.view.masks))
             )
             view = component.view.of(data)
             with component.named():
@@ -264,7 +264,7 @@ class ComponentsReader(LogProbReader):
 
     def read(self, local: LocalBatch, logits: Tensor, tensor_group: ProcessGroup | None) -> TokenBatch:
         components = self.loss.components
-        readers = {each.name: each.loss.reader for each in components if each.loss.requirements.reads != "log-probs"}
+        readers = {part.name: part.loss.reader for part in components if part.loss.requirements.reads != "log-probs"}
         if not readers:
             return super().read(local, logits, tensor_group)
         parts = {name: reader.read(local.parts[name], logits, tensor_group).output for name, reader in readers.items()}

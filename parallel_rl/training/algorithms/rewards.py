@@ -17,7 +17,7 @@ from parallel_rl.losses.core.requirements import Field
 from parallel_rl.servers.http_client import Workers
 from parallel_rl.servers.http_reward import HTTPRewardConfig, Scored
 from parallel_rl.training.data.examples import Prompt
-from parallel_rl.training.data.format import Own, own_values
+from parallel_rl.training.data.format import UserValues, read_user_values
 from parallel_rl.training.rollouts.sharing import Sharing, failure
 from parallel_rl.training.session import Session
 
@@ -30,7 +30,7 @@ class CompletionRewards(NamedTuple):
 
     values: Tensor
     timed_out: Tensor
-    field_values: list[Own]
+    field_values: list[UserValues]
 
 
 def completion_rewards(
@@ -52,12 +52,12 @@ def completion_rewards(
         for source, reward in engine.config.rewards.items()
     ]
 
-    field_values: list[Own] = [
+    field_values: list[UserValues] = [
         tuple(0 if field.per == "sequence" else (0,) * len(completion) for field in fields)
         for completion in completions
     ]
 
-    def score(reward: str | HTTPRewardConfig, rows: Sequence[int]) -> tuple[Scored, dict[int, Own]]:
+    def score(reward: str | HTTPRewardConfig, rows: Sequence[int]) -> tuple[Scored, dict[int, UserValues]]:
         of_rows = [prompts[row] for row in rows], [texts[row] for row in rows], [completions[row] for row in rows]
         return _score(reward, *of_rows, fields, config)
 
@@ -98,9 +98,9 @@ def _score(
     tokens: Sequence[Sequence[int]],
     fields: Sequence[Field],
     config: FailedSamplesConfig,
-) -> tuple[Scored, dict[int, Own]]:
+) -> tuple[Scored, dict[int, UserValues]]:
     """Score completions, and read `fields` of those that do not fail."""
-    function, field_values = reward_function(reward, config.timeout), dict[int, Own]()
+    function, field_values = reward_function(reward, config.timeout), dict[int, UserValues]()
     # a server takes ids only to return values of tokens
     sends_tokens = not isinstance(reward, HTTPRewardConfig) or any(field.per == "token" for field in fields)
 
@@ -114,7 +114,7 @@ def _score(
             if place in faults or not fields:
                 continue
             try:
-                field_values[row] = own_values(_plain(scored.fields[place]), fields, len(tokens[row]), _TOKENS)
+                field_values[row] = read_user_values(_plain(scored.fields[place]), fields, len(tokens[row]), _TOKENS)
             except ValueError as error:
                 name = reward.url if isinstance(reward, HTTPRewardConfig) else repr(reward)
                 faults[place] = ValueError(f"reward {name} of sample {place}: {error}. {_FORM}")

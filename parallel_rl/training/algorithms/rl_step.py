@@ -23,7 +23,7 @@ from parallel_rl.experience import (
 from parallel_rl.groups import group_sum, mean_over_ranks
 from parallel_rl.training.algorithms.sampled import ask_ahead, mask_stale, sampled_experience
 from parallel_rl.training.algorithms.supervised import rows_of
-from parallel_rl.training.batching.micro_batches import local_shares, with_own_fields
+from parallel_rl.training.batching.micro_batches import local_shares, with_user_fields
 from parallel_rl.training.config.algorithms import RLConfig
 from parallel_rl.training.config.data import OBSERVED
 from parallel_rl.training.data.datasets import check_cut
@@ -106,9 +106,9 @@ def recorded_experience(session: Session, config: RLConfig, at: TrainProgress) -
     )
     if "run_ids" in config.recorded_fields:
         experience = experience.with_fields(run_ids=_ids([record.run or 0 for record in mine]))
-    own_values = [record.own for record in mine]
-    experience = with_own_fields(
-        experience, own_values, engine.config.own_fields("rollouts"), starts, engine.float_dtype
+    user_values = [record.user_values for record in mine]
+    experience = with_user_fields(
+        experience, user_values, engine.config.user_fields("rollouts"), starts, engine.float_dtype
     )
     if any(record.segments is not None for record in batch):
         experience = _with_turns(experience, mine)

@@ -14,7 +14,7 @@ from parallel_rl.experience.failures import without_failed_logprobs, without_lon
 from parallel_rl.groups import max_over_ranks, mean_over_ranks, sum_over_ranks
 from parallel_rl.megatron import is_last_stage
 from parallel_rl.training.algorithms.rewards import completion_rewards
-from parallel_rl.training.batching.micro_batches import local_shares, with_own_fields
+from parallel_rl.training.batching.micro_batches import local_shares, with_user_fields
 from parallel_rl.training.config.algorithms import RLConfig
 from parallel_rl.training.data.examples import Prompt, Rollout, write_rollouts
 from parallel_rl.training.models.engine import Engine
@@ -72,7 +72,7 @@ def _draw(session: Session, config: RLConfig, step: int, positions: Sequence[int
     fields = engine.config.reward_fields
     scores, late, field_values = completion_rewards(session, prompts, samples.responses(), fields)
     rewards = scores.to(engine.float_dtype)
-    tensors = with_own_fields(
+    tensors = with_user_fields(
         samples, field_values, fields, [len(prompt) for prompt in tokens], engine.float_dtype
     ).tensors()
     for field in fields:
@@ -117,7 +117,7 @@ def _record(engine: Engine, experience: Experience, step: int) -> None:
             reward,
             None,
             staleness,
-            own=tuple(tuple(value[start:end]) if isinstance(value, list) else value for value in row),
+            user_values=tuple(tuple(value[start:end]) if isinstance(value, list) else value for value in row),
             sample_mask=keep,
         )
         for start, end, tokens, logprobs, group, reward, staleness, keep, row in zip(

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from parallel_rl.experience import Samples, padded_samples
-from parallel_rl.training.batching.micro_batches import local_share, target_rows, with_own_fields
+from parallel_rl.training.batching.micro_batches import local_share, target_rows, with_user_fields
 from parallel_rl.training.config.algorithms import DistillationConfig, SupervisedConfig
 from parallel_rl.training.config.data import LABELS, STEP_LABELS
 from parallel_rl.training.config.preference import PreferenceConfig
@@ -43,9 +43,12 @@ def example_rows(session: Session, first: int, count: int) -> Samples:
 def rows_of(session: Session, source: str, records: Sequence[Example | Solution]) -> Samples:
     """Make the row of each example or solution, with the user's own fields of the source."""
     prompts, engine = [record.prompt for record in records], session.engine
-    rows, own_values = target_rows(prompts, [record.target for record in records]), [record.own for record in records]
-    fields = engine.config.own_fields(source)
-    return with_own_fields(rows, own_values, fields, [len(prompt) for prompt in prompts], engine.float_dtype)
+    rows, user_values = (
+        target_rows(prompts, [record.target for record in records]),
+        [record.user_values for record in records],
+    )
+    fields = engine.config.user_fields(source)
+    return with_user_fields(rows, user_values, fields, [len(prompt) for prompt in prompts], engine.float_dtype)
 
 
 def _solution_rows(session: Session, config: SupervisedConfig, first: int) -> Samples:
@@ -143,7 +146,7 @@ def _paired(pairs: Sequence[tuple[Pair, Pair]], session: Session) -> Samples:
 
 
 def _sides(pair: Pair) -> list[Example]:
-    sides = zip((pair.chosen, pair.rejected), pair.own, strict=True)
+    sides = zip((pair.chosen, pair.rejected), pair.user_values, strict=True)
     return [Example(pair.prompt, target, values) for target, values in sides]
 
 
@@ -155,7 +158,7 @@ def _labelled(pairs: Sequence[tuple[Pair, Pair]], session: Session) -> Samples:
         for pair, following in pairs
         for row in (
             *_sides(pair),
-            Example(pair.prompt, begin_of(following.chosen, limit - len(pair.prompt)), following.own[0]),
+            Example(pair.prompt, begin_of(following.chosen, limit - len(pair.prompt)), following.user_values[0]),
         )
     ]
     labels = torch.tensor([1.0, -1.0, 0.0], dtype=session.engine.float_dtype).repeat(len(pairs))
@@ -167,10 +170,10 @@ def _answer_rows(answers: Sequence[tuple[Answer, Answer | None]], session: Sessi
     limit = session.data.limit
     rows, labels = list[Example](), list[float]()
     for answer, other in answers:
-        rows.append(Example(answer.prompt, answer.target, answer.own))
+        rows.append(Example(answer.prompt, answer.target, answer.user_values))
         labels.append(1.0 if answer.desirable else -1.0)
         if other is not None:
-            rows.append(Example(answer.prompt, begin_of(other.target, limit - len(answer.prompt)), other.own))
+            rows.append(Example(answer.prompt, begin_of(other.target, limit - len(answer.prompt)), other.user_values))
             labels.append(0.0)
     return rows_of(session, "answers", rows).with_fields(
         **{LABELS: torch.tensor(labels, dtype=session.engine.float_dtype)}

@@ -104,21 +104,21 @@ def _micro_batch(
     return MicroBatch(batch.input, batch.data, batch.packed, batch.carries, indices=indices, tokens=tokens)
 
 
-def with_own_fields(
+def with_user_fields(
     rows: SamplesT,
-    own: Sequence[Sequence[float | tuple[float, ...]]],
+    user_values: Sequence[Sequence[float | tuple[float, ...]]],
     fields: Sequence[Field],
     starts: Sequence[int],
     dtype: torch.dtype,
 ) -> SamplesT:
     """Add the user's own `fields`, [N] of sequences and [N, S] of tokens.
 
-    `own` has each row's values of `fields`, in order; a cut answer has more values than tokens. `starts` has the place
+    `user_values` has each row's values of `fields`, in order; a cut answer has more values than tokens. `starts` has the place
     of each row's first value of a token, `dtype` is of fields that are not integers.
     """
     for number, kept in enumerate(fields):
         kind = torch.int64 if kept.dtype == "integer" else dtype
-        values = [of_row[number] for of_row in own]
+        values = [of_row[number] for of_row in user_values]
         if kept.per == "sequence":
             rows = rows.with_fields(**{kept.name: torch.tensor(values, dtype=kind)})
             continue

@@ -241,7 +241,7 @@ _RESERVED = frozenset(
 )
 
 
-def own_fields(choice: LossConfig) -> tuple[Field, ...]:
+def user_fields(choice: LossConfig) -> tuple[Field, ...]:
     """List the fields that a loss declares and records or rewards must provide, per token or sequence.
 
     ValueError for a reserved name, or an alignment that records do not have.
@@ -267,7 +267,7 @@ def own_fields(choice: LossConfig) -> tuple[Field, ...]:
 
 
 def own_names(choice: LossConfig) -> tuple[str, ...]:
-    return tuple(declared.name for declared in own_fields(choice))
+    return tuple(declared.name for declared in user_fields(choice))
 
 
 def has_unknown_fields(choice: LossConfig) -> bool:

@@ -10,7 +10,7 @@ from parallel_rl.losses.choice import LossConfig
 from parallel_rl.losses.core.requirements import Field
 from parallel_rl.servers.http_reward import HTTPRewardConfig
 from parallel_rl.training.config.algorithms import DistillationConfig, RLConfig, SupervisedConfig
-from parallel_rl.training.config.data import FIELDS, DataConfig, has_unknown_fields, own_fields
+from parallel_rl.training.config.data import FIELDS, DataConfig, has_unknown_fields, user_fields
 from parallel_rl.training.config.model import ModelConfig, TokenizerConfig, check_model_layout
 from parallel_rl.training.config.preference import PreferenceConfig
 from parallel_rl.training.config.sections import (
@@ -109,15 +109,15 @@ class TrainConfig:
             return self.rl.server
         return None if self.distillation is None else self.distillation.server
 
-    def own_fields(self, source: str) -> tuple[Field, ...]:
+    def user_fields(self, source: str) -> tuple[Field, ...]:
         """List the user's fields in the records of a source, for the losses that declare them."""
-        fields = {declared.name: declared for loss in self._losses_on(source) for declared in own_fields(loss)}
+        fields = {declared.name: declared for loss in self._losses_on(source) for declared in user_fields(loss)}
         return tuple(fields.values())
 
     @property
     def reward_fields(self) -> tuple[Field, ...]:
         """List the user's fields that the reward function returns with the reward of a sample."""
-        return () if self.rl is None or self.data.rollouts is not None else own_fields(self.rl.loss)
+        return () if self.rl is None or self.data.rollouts is not None else user_fields(self.rl.loss)
 
     @property
     def unknown_sources(self) -> tuple[str, ...]:

@@ -17,7 +17,7 @@ from parallel_rl.training.config.data import FIELDS
 from parallel_rl.training.config.model import AUTO, TokenizerConfig
 from parallel_rl.training.config.train import TrainConfig
 from parallel_rl.training.data.examples import Answer, Example, Pair, Prompt, Rollout
-from parallel_rl.training.data.format import UnfitRecord, pick, without_own
+from parallel_rl.training.data.format import UnfitRecord, pick, without_user_fields
 from parallel_rl.training.data.forms import Forms, find_forms, read_of
 from parallel_rl.training.data.parsers import Solution
 from parallel_rl.training.data.records.files import DataFile, Entries
@@ -32,13 +32,13 @@ def check(
     records: Records[RecordT],
     length: Callable[[RecordT], int],
     budget: float = float("inf"),
-    each: Callable[[int, Sequence[RecordT]], None] = lambda place, batch: None,
+    on_batch: Callable[[int, Sequence[RecordT]], None] = lambda place, batch: None,
     unfit: Callable[[int, int, UnfitRecord], None] | None = None,
 ) -> tuple[int, float]:
     """Parse blocks of `budget` bytes, at least one; return the greatest length and the checked fraction.
 
     The blocks are spread evenly over the source and split over the ranks; result and ValueError are the same on each.
-    `length` counts the tokens of a record. `each` gets (place of the first, records) of this rank's part, batch by
+    `length` counts the tokens of a record. `on_batch` gets (place of the first, records) of this rank's part, batch by
     batch, and may refuse them; `unfit` is that of `Records.batches`.
     """
     blocks, world = spread_blocks(records.index, budget), dist.group.WORLD
@@ -48,7 +48,7 @@ def check(
         for block in _share(records.index, blocks, group_rank(world), group_size(world)).tolist():
             for place, batch in records.batches(block, unfit):
                 longest = max(longest, max(map(length, batch), default=0))
-                each(place, batch)
+                on_batch(place, batch)
         return longest
 
     longest = max(gather_results(work))
@@ -106,7 +106,7 @@ def settle_alphabet(config: TrainConfig, files: Mapping[str, Sequence[DataFile]]
     known = set() if alphabet == AUTO else set(alphabet)
     first: dict[str, str] = {}
     open_in_turn([file for group in files.values() for file in group])
-    forms = raise_on_all_ranks(lambda: find_forms(config.data, files, config.own_fields))
+    forms = raise_on_all_ranks(lambda: find_forms(config.data, files, config.user_fields))
     for name in FIELDS:
         if name in files:
             for characters in _unknown(config, name, files[name], known, forms):
@@ -137,11 +137,11 @@ def _unknown(
 ) -> list[dict[str, str]]:
     """List a source's characters outside of `known`, each with the first place on a rank, rank by rank."""
     columns, read = config.data.columns_of(name), read_of(forms, name)
-    own_fields = config.own_fields(name)
+    user_fields = config.user_fields(name)
     ends = config.data.step_separator if name == "solutions" else ""
 
     def texts(row: Mapping[str, object]) -> str:
-        row = without_own(row, own_fields)
+        row = without_user_fields(row, user_fields)
         fields, _ = read(row) if read else pick(row, FIELDS[name], columns)
         return ends + "".join(text for field in _TEXTS for text in _texts_of(fields.get(field)))
 

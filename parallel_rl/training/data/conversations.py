@@ -75,16 +75,16 @@ def split_turns(messages: Sequence[Message], last_only: bool) -> tuple[list[Mess
     return list(messages[:cut]), list(messages[cut:])
 
 
-def answers_of(value: object, key: str, asked: Sequence[Message]) -> list[Message]:
-    """Return the turns after the prompt `asked`, from a text or from messages that may repeat it.
+def answers_of(value: object, key: str, prompt: Sequence[Message]) -> list[Message]:
+    """Return the turns after `prompt`, from a text or from messages that may repeat it.
 
     ValueError for malformed messages, or if the first or the last is no answer.
     """
     if not isinstance(value, list):
         return [{"role": "assistant", "content": text_of({key: value}, key)}]
     messages = messages_of(value, key)
-    without_system = asked[1:] if asked[0]["role"] == "system" else asked
-    for before in (asked, without_system):
+    without_system = prompt[1:] if prompt[0]["role"] == "system" else prompt
+    for before in (prompt, without_system):
         if messages[: len(before)] == list(before):
             messages = messages[len(before) :]
             break

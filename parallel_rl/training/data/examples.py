@@ -23,18 +23,18 @@ from parallel_rl.training.data.conversations import (
 )
 from parallel_rl.training.data.format import (
     Format,
-    Own,
     Row,
     UnfitRecord,
+    UserValues,
     answer_values,
     checked_number,
     field_of,
     numbers_of,
-    own_values,
     pick,
+    read_user_values,
     side_of,
     text_of,
-    without_own,
+    without_user_fields,
 )
 from parallel_rl.training.tokenizer.protocol import Message, Target
 
@@ -57,11 +57,11 @@ class Prompt:
 @final
 @dataclass(frozen=True)
 class Example:
-    """A demonstration with its loss on the target; `own` holds the values of the user's own fields."""
+    """A demonstration with its loss on the target; `user_values` are those of the user's fields."""
 
     prompt: tuple[int, ...]
     target: Target
-    own: Own = ()
+    user_values: UserValues = ()
 
 
 @final
@@ -72,7 +72,7 @@ class Pair:
     prompt: tuple[int, ...]
     chosen: Target
     rejected: Target
-    own: tuple[Own, Own] = ((), ())
+    user_values: tuple[UserValues, UserValues] = ((), ())
 
 
 @final
@@ -83,7 +83,7 @@ class Answer:
     prompt: tuple[int, ...]
     target: Target
     desirable: bool
-    own: Own = ()
+    user_values: UserValues = ()
 
 
 @final
@@ -94,7 +94,7 @@ class Rollout:
     Either `reward` (for advantages within `group`) or `advantage` is set. `staleness`, if known, is the number of
     optimizer steps since the sampling weights. `run` names the sample's trajectory. `segments` number those tokens'
     turns in ascending order, −1 for a token of the environment. `mask` is 1 for tokens that the policy sampled and 0
-    for a tool's. `own` holds the user's own fields: numbers of the sequence, or one for each of those tokens.
+    for a tool's. `user_values` are those of the user's fields: numbers of the sequence, or one for each of those tokens.
     `sample_mask` is 0 for a sample without loss, such as one whose reward failed.
     """
 
@@ -107,7 +107,7 @@ class Rollout:
     run: int | None = None
     segments: tuple[int, ...] | None = None
     mask: tuple[int, ...] | None = None
-    own: Own = ()
+    user_values: UserValues = ()
     sample_mask: int | None = None
 
 
@@ -143,7 +143,7 @@ def parse_example(row: Row, form: Format) -> Example:
             raise ValueError(f"'text' is all of a record; it also has {', '.join(map(repr, fields.keys() - {'text'}))}")
         first, *tokens = form.tokenizer.document(text_of(fields, "text"))
         target = Target(tuple(tokens))
-        return Example((first,), target, answer_values(row, form.own, target))
+        return Example((first,), target, answer_values(row, form.user_fields, target))
     prompt = conversation(fields, form.system, row)
     if "messages" in fields and "answer" not in fields:
         prompt, answers = split_turns(prompt, form.mask_history)
@@ -152,7 +152,7 @@ def parse_example(row: Row, form: Format) -> Example:
     _check_weights(answers)
     tools = tools_of(fields)
     target = form.tokenizer.target(prompt, answers, tools)
-    return Example(tuple(form.tokenizer.render(prompt, tools)), target, answer_values(row, form.own, target))
+    return Example(tuple(form.tokenizer.render(prompt, tools)), target, answer_values(row, form.user_fields, target))
 
 
 def parse_pair(row: Row, form: Format) -> Pair:
@@ -179,7 +179,7 @@ def parse_pair(row: Row, form: Format) -> Pair:
     if first == second:
         raise UnfitRecord(f"'chosen' and 'rejected' have the same tokens, of {brief(chosen)}", "invalid")
     field_values = tuple(
-        answer_values(side_of(row, form.own, side), form.own, target)
+        answer_values(side_of(row, form.user_fields, side), form.user_fields, target)
         for side, target in (("chosen", first), ("rejected", second))
     )
     return Pair(tuple(form.tokenizer.render(prompt, tools)), first, second, field_values)  # type: ignore[arg-type]  # two of them
@@ -202,7 +202,7 @@ def parse_answer(row: Row, form: Format) -> Answer:
     answers = answers_of(answer, "answer", prompt)
     _check_weights(answers)
     target = form.tokenizer.target(prompt, answers, tools)
-    field_values = answer_values(row, form.own, target)
+    field_values = answer_values(row, form.user_fields, target)
     return Answer(tuple(form.tokenizer.render(prompt, tools)), target, label == 1, field_values)
 
 
@@ -211,14 +211,14 @@ def _check_weights(answers: Sequence[Message]) -> None:
         raise ValueError("no answer is learned: each has weight 0")
 
 
-def parse_rollout(row: Row, vocab_size: int, own: Sequence[Field] = ()) -> Rollout:
+def parse_rollout(row: Row, vocab_size: int, user_fields: Sequence[Field] = ()) -> Rollout:
     """Parse {"tokens": [ids], "logprobs": [floats], "group": integer, "reward" or "advantage": float}.
 
     It may have "staleness", "run" and "sample_mask" (0 or 1), and for each log-prob "segments" (an integer) and "mask"
-    (0 or 1). It has the user's `own` fields: one number, or one for each log-prob. ValueError if a field is missing,
+    (0 or 1). It has the `user_fields`: one number, or one for each log-prob. ValueError if a field is missing,
     unknown or malformed.
     """
-    pick(without_own(row, own), ROLLOUT_FIELDS, {})
+    pick(without_user_fields(row, user_fields), ROLLOUT_FIELDS, {})
     tokens, logprobs = numbers_of(row, "tokens", integer=True), numbers_of(row, "logprobs")
     if tokens and not (min(tokens) >= 0 and max(tokens) < vocab_size):
         outside = next(token for token in tokens if not 0 <= token < vocab_size)
@@ -243,7 +243,7 @@ def parse_rollout(row: Row, vocab_size: int, own: Sequence[Field] = ()) -> Rollo
         raise ValueError(f"'sample_mask' = {keep} must be 1 for a sample to train on, or 0")
     segments = _segments(row, len(logprobs)) if "segments" in row else None
     mask = _mask(row, len(logprobs), segments) if "mask" in row else None
-    values = own_values(row, own, len(logprobs), "'logprobs'")
+    values = read_user_values(row, user_fields, len(logprobs), "'logprobs'")
     return Rollout(
         tuple(map(int, tokens)),
         tuple(logprobs),
@@ -252,7 +252,7 @@ def parse_rollout(row: Row, vocab_size: int, own: Sequence[Field] = ()) -> Rollo
         advantage,
         segments=segments,
         mask=mask,
-        own=values,
+        user_values=values,
         **integers,
     )
 
@@ -285,15 +285,15 @@ def _mask(row: Row, count: int, segments: Sequence[int] | None) -> tuple[int, ..
     return mask
 
 
-def write_rollouts(path: Path, rollouts: Iterable[Rollout], own: Sequence[Field] = ()) -> None:
-    """Write JSONL that `parse_rollout` reads, with `own`, the user's own fields."""
+def write_rollouts(path: Path, rollouts: Iterable[Rollout], user_fields: Sequence[Field] = ()) -> None:
+    """Write JSONL that `parse_rollout` reads, with the `user_fields`."""
     lines = []
     for rollout in rollouts:
         value = ("advantage", rollout.advantage) if rollout.reward is None else ("reward", rollout.reward)
         row = {"group": rollout.group, "tokens": rollout.tokens, "logprobs": rollout.logprobs, value[0]: value[1]}
         others = ("staleness", "run", "segments", "mask", "sample_mask")
         row |= {key: x for key in others if (x := getattr(rollout, key)) is not None}
-        row |= {declared.name: value for declared, value in zip(own, rollout.own, strict=True)}
+        row |= {declared.name: value for declared, value in zip(user_fields, rollout.user_values, strict=True)}
         lines.append(json.dumps(row) + "\n")
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(lines), encoding="utf-8")

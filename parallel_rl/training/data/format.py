@@ -42,16 +42,16 @@ class Format:
     system: str | None = None
     mask_history: bool = False
     convert: Callable[[Row], tuple[Fields, Fields]] | None = None
-    own: tuple[Field, ...] = ()
+    user_fields: tuple[Field, ...] = ()
 
     def fields(self, row: Row, source: str) -> tuple[Fields, Fields]:
         """Split a record of `source` into fields and other columns; ValueError as `pick`, or for another form."""
-        row = without_own(row, self.own)
+        row = without_user_fields(row, self.user_fields)
         return self.convert(row) if self.convert else pick(row, FIELDS[source], self.columns)
 
 
-def without_own(row: Row, own: Sequence[Field]) -> Row:
-    names = [field.name for field in own]
+def without_user_fields(row: Row, user_fields: Sequence[Field]) -> Row:
+    names = [field.name for field in user_fields]
     return {key: value for key, value in row.items() if key not in names} if names else row
 
 
@@ -135,10 +135,10 @@ def _value(row: Row, name: str, column: str) -> object:
 
 
 # values of the user's own fields: of the sequence, or of each token
-Own = tuple[float | tuple[float, ...], ...]
+UserValues = tuple[float | tuple[float, ...], ...]
 
 
-def own_values(row: Row, fields: Sequence[Field], count: int, of: str, need: str = "one for each") -> Own:
+def read_user_values(row: Row, fields: Sequence[Field], count: int, of: str, need: str = "one for each") -> UserValues:
     """Read the user's own `fields` of a row, in order: a number of the sequence, or a list of `count`.
 
     `of` (the items that `count` counts) and `need` (the expected values) are for messages. ValueError for a value that
@@ -162,8 +162,8 @@ def own_values(row: Row, fields: Sequence[Field], count: int, of: str, need: str
     return tuple(values)
 
 
-def answer_values(row: Row, fields: Sequence[Field], target: Target, of: str = "learned answers") -> Own:
-    """Read the user's own fields of an answer, as `own_values`; a token takes the number of its turn.
+def answer_values(row: Row, fields: Sequence[Field], target: Target, of: str = "learned answers") -> UserValues:
+    """Read the user's fields of an answer, as `read_user_values`; a token takes the number of its turn.
 
     The number of a token's field holds for every turn, a list has one for each. Tokens that are not learned take 0.
 
@@ -186,7 +186,7 @@ def answer_values(row: Row, fields: Sequence[Field], target: Target, of: str = "
     need = "a number for all or one for each (data.rollouts alone give single tokens their values)"
     return tuple(
         tuple(value[turn] if turn >= 0 else 0 for turn in turns) if isinstance(value, tuple) else value
-        for value in own_values(repeated, fields, last + 1, of, need)
+        for value in read_user_values(repeated, fields, last + 1, of, need)
     )
 
 

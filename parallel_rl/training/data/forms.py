@@ -11,7 +11,7 @@ from parallel_rl.losses.core.requirements import Field
 from parallel_rl.training.config.data import FIELDS, FORM_NAMES, DataConfig
 from parallel_rl.training.data.conversations import unknown_keys
 from parallel_rl.training.data.conversions import alpaca, dialogues, ranked, renamed, sharegpt, texts_alone, verl
-from parallel_rl.training.data.format import Fields, Row, unread, without_own
+from parallel_rl.training.data.format import Fields, Row, unread, without_user_fields
 from parallel_rl.training.data.records.files import DataFile, stretch
 
 
@@ -65,17 +65,19 @@ class RecordForm:
 
 
 Forms = Mapping[str, tuple[RecordForm, str]]
-OwnFields = Callable[[str], Sequence[Field]]
+UserFields = Callable[[str], Sequence[Field]]
 
 
-def _no_own(source: str) -> Sequence[Field]:
+def _no_user_fields(source: str) -> Sequence[Field]:
     return ()
 
 
-def find_forms(config: DataConfig, files: Mapping[str, Sequence[DataFile]], own: OwnFields = _no_own) -> Forms:
+def find_forms(
+    config: DataConfig, files: Mapping[str, Sequence[DataFile]], user_fields: UserFields = _no_user_fields
+) -> Forms:
     """Choose and describe the form of each source from its first record; none for this package's fields.
 
-    `own` returns the user's own fields of a source, which are no part of a form. ValueError if a first record matches
+    `user_fields` returns those of a source, which are no part of a form. ValueError if a first record matches
     several forms, or no source can have `data.form`.
     """
     sources = [source for source in FIELDS if files.get(source) and not config.columns_of(source)]
@@ -88,18 +90,20 @@ def find_forms(config: DataConfig, files: Mapping[str, Sequence[DataFile]], own:
         )
     chosen = {}
     for source in sources:
-        row = _first(files[source][0], own(source))
+        row = _first(files[source][0], user_fields(source))
         form = None if row is None else _choose(config, source, row, files[source][0])
         if row is not None and form is not None:
             chosen[source] = form, form.describe(row)
     return chosen
 
 
-def left_aside(config: DataConfig, files: Mapping[str, Sequence[DataFile]], own: OwnFields = _no_own) -> dict[str, str]:
+def left_aside(
+    config: DataConfig, files: Mapping[str, Sequence[DataFile]], user_fields: UserFields = _no_user_fields
+) -> dict[str, str]:
     """Describe the unread parts of each source's first record; ValueErrors of `unread`."""
     notes = {}
     for source in FIELDS:
-        row = _first(files[source][0], own(source)) if files.get(source) else None
+        row = _first(files[source][0], user_fields(source)) if files.get(source) else None
         if row is None:
             continue
         columns = config.columns_of(source)
@@ -147,7 +151,7 @@ def _choose(config: DataConfig, source: str, row: Row, file: DataFile) -> Record
     )
 
 
-def _first(file: DataFile, own_fields: Sequence[Field]) -> Row | None:
+def _first(file: DataFile, user_fields: Sequence[Field]) -> Row | None:
     """Return a file's first record without the user's own fields; None if it has none or is malformed."""
     step = stretch(file.size)
     try:
@@ -155,7 +159,7 @@ def _first(file: DataFile, own_fields: Sequence[Field]) -> Row | None:
             index = file.index(0, unit, unit + 1, step)
             index = index[index["count"] > 0]
             if len(index):
-                return without_own(file.read(*index[["start", "size", "crc"]][0].item()).row(0), own_fields)
+                return without_user_fields(file.read(*index[["start", "size", "crc"]][0].item()).row(0), user_fields)
         return None
     except ValueError:
         return None

@@ -24,7 +24,7 @@ from parallel_rl.training.data.examples import (
     parse_prompt,
     parse_rollout,
 )
-from parallel_rl.training.data.format import Format, Own, Row, answer_values, field_of
+from parallel_rl.training.data.format import Format, Row, UserValues, answer_values, field_of
 from parallel_rl.training.data.forms import Forms, read_of
 from parallel_rl.training.tokenizer.protocol import Target, Tokenizer
 
@@ -40,7 +40,7 @@ class Solution:
     prompt: tuple[int, ...]
     target: Target
     labels: tuple[float, ...]
-    own: Own = ()
+    user_values: UserValues = ()
 
 
 def parse_solution(
@@ -67,7 +67,7 @@ def parse_solution(
         tokens += ids
         mask += [*[0] * (len(ids) - 1), 1]
     values = tuple(_label(label, f"labels[{number}]", soft) for number, label in enumerate(labels))
-    field_values = answer_values(row, form.own, Target(tuple(tokens), tuple(mask)), "steps")
+    field_values = answer_values(row, form.user_fields, Target(tuple(tokens), tuple(mask)), "steps")
     if last_only:
         mask, values = [*[0] * (len(tokens) - 1), 1], values[-1:]
     prompt = tuple(form.tokenizer.render(prompt_messages, tools_of(fields)))
@@ -103,7 +103,7 @@ def parsers(config: TrainConfig, tokenizer: Tokenizer, forms: Forms | None = Non
             data.system,
             data.mask_history,
             read_of(forms, name),
-            config.own_fields(name),
+            config.user_fields(name),
         )
         for name in FIELDS
     }
@@ -117,7 +117,7 @@ def parsers(config: TrainConfig, tokenizer: Tokenizer, forms: Forms | None = Non
         partial(
             parse_rollout,
             vocab_size=config.model.vocabulary(tokenizer.vocabulary).size,
-            own=config.own_fields("rollouts"),
+            user_fields=config.user_fields("rollouts"),
         ),
     )
 

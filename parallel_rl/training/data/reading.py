@@ -46,11 +46,11 @@ def read_datasets(
     steps with whole groups.
     """
     open_in_turn([file for group in files.values() for file in group])
-    reader, own_fields = _Reader(config, files, room), config.own_fields
-    forms = raise_on_all_ranks(lambda: find_forms(config.data, files, own_fields))
+    reader, user_fields = _Reader(config, files, room), config.user_fields
+    forms = raise_on_all_ranks(lambda: find_forms(config.data, files, user_fields))
     for name, (_, description) in forms.items():
         reader.notes[name].append(description)
-    for name, note in raise_on_all_ranks(lambda: left_aside(config.data, files, own_fields)).items():
+    for name, note in raise_on_all_ranks(lambda: left_aside(config.data, files, user_fields)).items():
         reader.notes[name].append(note)
     parse = parsers(config, tokenizer, forms)
     held_out, held = reader.held_out(parse.held_out)

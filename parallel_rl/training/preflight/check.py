@@ -163,8 +163,8 @@ def _is_left_to_ranks(name: str | None) -> bool:
 
 def check_first_records(config: TrainConfig, tokenizer: Tokenizer, files: Files) -> None:
     """Parse the first records of each file; ValueError with file and number for a malformed one."""
-    parse = parsers(config, tokenizer, find_forms(config.data, files, config.own_fields))
-    left_aside(config.data, files, config.own_fields)
+    parse = parsers(config, tokenizer, find_forms(config.data, files, config.user_fields))
+    left_aside(config.data, files, config.user_fields)
     for name, data_files in files.items():
         for file in data_files:
             index = file.index(0, 0, 1, stretch(file.size))

@@ -88,12 +88,12 @@ _KEYS = {
 }
 
 
-def planned(path: str, given: Mapping[str, object] | None = None) -> Source:
-    """Read the sizes and the layout of a run's config; `given` are fields that override the layout's.
+def planned(path: str, overrides: Mapping[str, object] | None = None) -> Source:
+    """Read the sizes and the layout of a run's config; `overrides` replace fields of the layout.
 
     ValueError if the config is not valid, or has a feature that the plan does not count.
     """
-    over = [f"--{_KEYS[name]}={str(value).removeprefix('torch.').lower()}" for name, value in (given or {}).items()]
+    over = [f"--{_KEYS[name]}={str(value).removeprefix('torch.').lower()}" for name, value in (overrides or {}).items()]
     config = load_config(path, over)
     parallel = config.parallel
     if parallel.expert > 1:

@@ -97,7 +97,7 @@ class Gradients:
                     for span in spans:
                         count = params.rows.parts * (span.stop - span.start)
                         of_span = sum_start(of_hidden[at : at + count], params.shard.group, params.scatter)
-                        sending.append((None if in_place else params.rows.own(span), of_span))
+                        sending.append((None if in_place else params.rows.local(span), of_span))
                         at += count
             if self.weight is not None:
                 add_weight_gradient(self.weight[part], dz, hidden, self._blank)

@@ -60,19 +60,19 @@ class LossRows:
     def spans(self, size: int) -> list[slice]:
         return [slice(at, min(at + size, self.count)) for at in range(0, self.count, size)]
 
-    def own(self, span: slice) -> Rows:
+    def local(self, span: slice) -> Rows:
         """Return the indices of a span's rows among this rank's hidden states."""
         return span if self.order is None else self.order[self.rank, span]
 
     def own_gathered(self, span: slice) -> Rows:
         """Return the indices of the same rows in gathered order."""
-        rows, offset = self.own(span), self.rank * self.rows_per_part
+        rows, offset = self.local(span), self.rank * self.rows_per_part
         return slice(rows.start + offset, rows.stop + offset) if isinstance(rows, slice) else rows + offset
 
     def gathered(self, *spans: slice) -> Rows:
         """Return the gathered indices of all parts' rows of consecutive spans, span after span."""
         if self.parts == 1:
-            return self.own(slice(spans[0].start, spans[-1].stop))
+            return self.local(slice(spans[0].start, spans[-1].stop))
         return torch.cat([self._of_parts(span) for span in spans])
 
     def _of_parts(self, span: slice) -> Tensor:
@@ -216,7 +216,7 @@ class LinearParams:
 
         def fetch(span: slice) -> tuple[Pending, Tensor | None]:
             nonlocal group
-            hidden, at, count = self.hidden[rows.own(span)], span.start % together, span.stop - span.start
+            hidden, at, count = self.hidden[rows.local(span)], span.start % together, span.stop - span.start
             if at == 0:
                 of_group = min(together, rows.count - span.start)
                 group = self.buffer(of_group, hidden.shape[1], hidden.dtype) if of_group > count else None

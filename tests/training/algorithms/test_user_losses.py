@@ -311,7 +311,7 @@ def test_labels_and_masks_may_be_true_and_false() -> None:
     """Integers and floats may not, as they may not elsewhere."""
     row = {"tokens": [1, 4, 5], "logprobs": [-1.0, -1.0], "group": 0, "reward": 1.0, "good": True, "kept": [False, 1]}
     fields = Field("good", per="sequence", dtype="label"), Field("kept", dtype="mask")
-    assert parse_rollout(row, 9, fields).own == (1, (0, 1))
+    assert parse_rollout(row, 9, fields).user_values == (1, (0, 1))
     with pytest.raises(ValueError, match=r"kept\[0\] = False is not valid"):
         parse_rollout(row, 9, (fields[0], Field("kept")))
 

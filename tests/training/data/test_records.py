@@ -225,7 +225,7 @@ def _index_and_check(rank: int, patterns: list[str], odd: str | None) -> tuple[E
     if odd is not None and rank == 1:
         patterns = [odd]
     records = open_records(patterns, "data.train", number, window=4096)
-    longest, part = check(records, lambda n: n, each=lambda place, batch: seen.extend(batch))
+    longest, part = check(records, lambda n: n, on_batch=lambda place, batch: seen.extend(batch))
     assert part == 1.0 and records.stream([5, 999], seed=2) == Records(
         records.files, records.index, number, 4096
     ).stream([5, 999], seed=2)

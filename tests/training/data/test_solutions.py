@@ -59,11 +59,11 @@ def test_the_ids_and_labels_are_trls(form: str, separator: str, tmp_path: Path) 
 def test_the_last_step_alone_may_be_learned() -> None:
     """As by TRL's train_on_last_step_only; a field of one's own has a value for each step."""
     tokenizer = CharTokenizer("0123456789+=")
-    form = Format(tokenizer, own=(Field("bonus"),))
+    form = Format(tokenizer, user_fields=(Field("bonus"),))
     row = {"prompt": "1+1=", "completions": ["2", "34"], "labels": [0, 1], "bonus": [0.5, 2]}
     whole, last = (parse_solution(row, form, tokenizer.encode("="), last_only=only) for only in (False, True))
     assert whole.target.mask == (0, 1, 0, 0, 1) and last.target.mask == (0, 0, 0, 0, 1) and last.labels == (1,)
-    assert whole.own == last.own == ((0, 0.5, 0, 0, 2),)
+    assert whole.user_values == last.user_values == ((0, 0.5, 0, 0, 2),)
     with pytest.raises(ValueError, match="'bonus' has 3 values for 2 steps"):
         parse_solution({**row, "bonus": [1, 2, 3]}, form, tokenizer.encode("="))
 

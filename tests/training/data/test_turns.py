@@ -56,18 +56,18 @@ def test_each_answer_is_learned_and_nothing_else(folders: dict[str, Path]) -> No
     assert list(example.prompt) == prompt and list(example.target.tokens) == [*parts[0], *parts[1], *parts[2]]
     assert list(example.target.mask or ()) == [1] * len(parts[0]) + [0] * len(parts[1]) + [1] * len(parts[2])
     # a field of one's own: a value for each answer, or one for all
-    own = replace(llama, own=(Field("bonus"), Field("row_weight", per="sequence")))
-    [bonus, weight] = parse_example({"messages": TALK, "bonus": [0.5, 2], "row_weight": 3}, own).own
+    own = replace(llama, user_fields=(Field("bonus"), Field("row_weight", per="sequence")))
+    [bonus, weight] = parse_example({"messages": TALK, "bonus": [0.5, 2], "row_weight": 3}, own).user_values
     values = [0.5] * len(parts[0]) + [0] * len(parts[1]) + [2] * len(parts[2])
     assert (list(bonus), weight) == (values, 3)  # type: ignore[arg-type]
-    [bonus, _] = parse_example({"messages": TALK, "bonus": 7, "row_weight": 3}, own).own
+    [bonus, _] = parse_example({"messages": TALK, "bonus": 7, "row_weight": 3}, own).user_values
     assert list(bonus) == [7 * learned for learned in example.target.mask or ()]  # type: ignore[arg-type]
     with pytest.raises(
         ValueError, match="'bonus' has 3 values for 2 learned answers; a number for all or one for each"
     ):
         parse_example({"messages": TALK, "bonus": [1, 2, 3], "row_weight": 3}, own)
     text = parse_example({"text": "half of that", "bonus": 7, "row_weight": 3}, own)
-    assert text.own == ((7,) * len(text.target.tokens), 3)
+    assert text.user_values == ((7,) * len(text.target.tokens), 3)
     # the last one alone: what the rest of the conversation asks is its prompt
     last = parse_example({"messages": TALK}, form(folders["llama3"], mask_history=True))
     assert list(last.prompt) == prompt + parts[0] + parts[1]

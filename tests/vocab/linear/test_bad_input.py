@@ -33,7 +33,7 @@ HIDDEN, WEIGHT, TARGETS = torch.zeros(N, D), torch.zeros(V, D), torch.zeros(N, d
         ({"budget": 0}, "positive number of bytes"),
         ({"budget": 100}, "too small for one row"),
         ({"rows": -1}, "rows = -1"),
-        ({"rows": 3}, f"rows = 3, but {N} rows"),
+        ({"rows": 3}, f"rows = 3 is too few: {N} rows"),
         ({"sequence_parallel": True}, "splits hidden over a tensor group"),
         ({"main_grad_factor": 1.0}, "needs weight.main_grad"),
         ({"vocab_start": 2}, "needs vocab_size"),
