@@ -17,10 +17,10 @@ Outcome = Mapping[str, object]
 INTRODUCTION = """# Failures and recovery
 
 This table lists what may happen to a job on a cluster, and how the job recovered when it happened. `make soak` makes
-the table from `tests/slurm/test_faults.py`, which does each of this to real jobs. `slurm/train.sbatch` runs them on
-two of the three nodes of a private Slurm cluster on one machine. The trainer runs on gloo in float32 with a
-checkpoint at each step. The fault happens at a random instant of the run, of the check before the run, or of its
-gate. The test holds the processes at this instant until the fault has reached them.
+the table from `tests/slurm/test_faults.py`, which does this to real jobs. `slurm/train.sbatch` runs them on two of the
+three nodes of a private Slurm cluster on one machine. The trainer runs on gloo in float32 with a checkpoint at each
+step. The fault happens at a random instant of the run, of the check before the run, or of the gate (`train --gate`).
+The test holds the processes at this instant until the fault has reached them.
 
 A case passes if the logs name the culprit and the cause, and the completed run contains each step in `metrics.jsonl`
 exactly once. Its numbers are bit-equal to those of a run without a fault. (At another layout they are within 1e-5;

@@ -167,7 +167,7 @@ class AdvantageEstimator(Variants):
         teacher_kl: a teacher's term per token, added to the advantages (on-policy distillation with the task); needs the
             fields `teacher_token_logprobs` and `prev_logprobs`. None: none.
         whiten: whitening over the valid tokens of all data ranks, see `moments.whiten`; "none": no whitening.
-        clip_low, clip_high: final bounds of the advantages; None: no bound.
+        clip_low: lower bound of the final advantages; None: none. clip_high: upper bound; None: none.
     """
 
     kl_coefficient: float = 0.0

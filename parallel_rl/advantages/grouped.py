@@ -22,7 +22,7 @@ Singleton = Literal["zero", "reward", "error"]
 class GroupedEstimator(AdvantageEstimator):
     """Base of the estimators by group.
 
-    singleton: the score of a group of one: "zero", its "reward", or an "error".
+    singleton: score of a group of one, or "error".
     """
 
     singleton: Singleton = "error"
@@ -48,9 +48,9 @@ class GRPO(GroupedEstimator, name="grpo"):
 
     Attributes:
         normalize: the deviation: "std" of the group, unbiased (verl, Trinity-RFT, OpenRLHF, LightRFT, slime); "population" of
-            the group (n instead of n − 1); "leave_one_out": of the group without the sample, unbiased (NeMo-RL), without
-            division if that is only rounding or n ≤ 2; "batch": unbiased, of all rewards of the step (arXiv 2508.08221);
-            "none": no division (Dr. GRPO).
+            the group (n instead of n − 1); "leave_one_out": of the group without the sample, unbiased (NeMo-RL), and no
+            division if this deviation is only rounding or n ≤ 2; "batch": unbiased, of all rewards of the step (arXiv
+            2508.08221); "none": no division (Dr. GRPO).
         baseline: the "mean" of the group, or "leave_one_out", the mean of the others. eps: added to the deviation.
     """
 
@@ -118,7 +118,7 @@ class ReinforcePlusPlusBaseline(GroupedEstimator, name="reinforce_plus_plus_base
 class OPMD(GroupedEstimator, name="opmd"):
     """A_i = r_i − b of the group (OPMD, arXiv 2505.17826): b its mean, or τ·(logsumexp(r/τ) − log n).
 
-    baseline: "mean" or "logavgexp". tau: τ of "logavgexp"; None: 1.
+    baseline: b, the "mean", or "logavgexp", the formula with τ. tau: τ of "logavgexp"; None: 1.
     """
 
     baseline: Literal["mean", "logavgexp"] = "mean"
@@ -182,7 +182,7 @@ class StepwiseGRPO(GroupedEstimator, name="stepwise_grpo"):
     """Give every step of a run the GRPO advantage of the run's last reward among the runs of its task.
 
     normalize: "std" divides by the unbiased deviation over the task's runs + eps; "none". eps: see `normalize`. per_step:
-    divide by the number of steps of the run. singleton: for a task with one run.
+    divide by the number of steps of the run. singleton: the score for a task with one run.
     """
 
     normalize: Literal["std", "none"] = "std"
@@ -205,10 +205,10 @@ class GiGPO(GroupedEstimator, name="gigpo"):
     """A = A_episode + ω·A_step (GiGPO, arXiv 2505.10978).
 
         A_episode: the run's summed rewards compared with those of the runs of its task
-        A_step: Σ_k γ^k r_{t+k} from step t on, compared with the steps of one `state_ids`; 0 for a state seen once
+        A_step: Σ_k γ^k r_{t+k} from step t on, compared with the steps of the same `state_ids`; 0 for a state seen once
 
-    normalize: both are r − mean ("none"), or (r − mean)/(unbiased std + eps) ("std"). omega, gamma: ω and γ. eps: see
-    `normalize`. singleton: for a task with one run.
+    normalize: both comparisons are r − mean ("none"), or (r − mean)/(unbiased std + eps) ("std"). omega: ω. gamma: γ in
+    [0, 1]. eps: see `normalize`. singleton: the score for a task with one run.
     """
 
     normalize: Literal["none", "std"] = "none"

@@ -30,7 +30,7 @@ class OptimalTokenBaseline(AdvantageEstimator, name="optimal_token_baseline"):
 
     handle_zero_tail: no baseline for the longest answer at places t ≥ n, n the second longest's number of valid tokens. Masked
         holes count in t, but not in n; tir_optimal_token_baseline counts them in neither.
-    importance_cap: ρ_t = min(e^(prev − generation_logprobs), importance_cap); None: 1. eps: see above.
+    importance_cap: ρ_t = min(e^(prev − generation_logprobs), importance_cap); None: 1. eps: in the formula of B_t.
     """
 
     handle_zero_tail: bool = False

@@ -66,7 +66,7 @@ class GAEEstimator(AdvantageEstimator, name="gae"):
     """A_t = Σ_k (γλ)^k δ_{t+k} over valid tokens, R_t = A_t + V_t (arXiv 1506.02438); see `returns.gae`.
 
     Attributes:
-        gamma, lam: γ and λ in [0, 1].
+        gamma: γ in [0, 1]. lam: λ in [0, 1].
         value_lam: λ of the returns that the value function learns; None: the same (VAPO, arXiv 2504.05118: 1).
         length_adaptive: α of λ_i = 1 − 1/(α·n_i), which replaces `lam` for the advantages (VAPO: 0.05); 0: off.
         bootstrap: use the field `bootstrap_values` [N] as V after the last token (0 where a response ended).
@@ -110,7 +110,8 @@ class OnPolicyDistillation(AdvantageEstimator, name="on_policy_distillation"):
 
     It reads no reward; with a reward use the option `teacher_kl` of another estimator. Papers: arXiv 2306.13649, 2601.02780.
 
-    coefficient, estimator, log_prob_min_clamp, loss_max_clamp: see `TeacherKL`.
+    coefficient: c, above 0. estimator: k in −c·k, an estimate of the KL; only k1 has the gradient of the KL.
+    log_prob_min_clamp: lower bound < 0 of both log-probs; None: none. loss_max_clamp: bound of |k|; None: none.
     """
 
     coefficient: float = 1.0

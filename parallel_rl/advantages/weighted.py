@@ -151,8 +151,8 @@ class GDPO(GroupedEstimator, name="gdpo"):
 
         a_i = Σ_k w_k·GRPO_k(i)        A_i = (a_i − mean)/unbiased std over all samples; where that is 0: a_i − mean
 
-    weights: w_k, one per column of `reward_components`; None: all 1. eps: of GRPO with leave-one-out baseline and deviation, as
-        in NeMo-RL.
+    weights: w_k, one per column of `reward_components`; None: all 1. eps: that of GRPO_k, whose baseline and deviation
+        are leave-one-out, as in NeMo-RL.
     """
 
     weights: tuple[float, ...] | None = None

@@ -19,9 +19,9 @@ class DynamicSampling:
     """Keep a prompt iff low < its mean raw reward < high, and sample others (DAPO, arXiv 2503.14476).
 
     Attributes:
-        low, high: excluded bounds of the mean, in the unit of the rewards.
+        low: lower bound of the mean, excluded. high: upper bound of the mean, excluded.
         max_rounds: sampling rounds, including the first.
-        exhausted: if prompts are missing after all rounds: "error", or "mask", which keeps the last ones with `sample_mask` 0.
+        exhausted: if prompts are missing after all rounds: "error", or "mask": keep the last prompts with `sample_mask` 0.
     """
 
     low: float = 0.0

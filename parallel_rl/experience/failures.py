@@ -32,8 +32,8 @@ class FailedSamplesConfig:
     """Samples without a finite reward or finite log-probs: masked, as long as they are few.
 
     Attributes:
-        retries: attempts to draw or score such a sample again before it is masked.
-        max_share: share of a step's samples that may be masked; more end the run.
+        retries: attempts to sample or score again before a sample is masked.
+        max_share: fraction of a step's samples that may be masked; a larger fraction ends the run.
         timeout: seconds for a reward function in Python to score one sample, each time. null: no limit.
     """
 

@@ -39,15 +39,16 @@ def binary_kl(logprobs: Tensor, behaviour: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class DPPO(Surrogate, name="dppo"):
-    """PPO with a trust region of probabilities, as ratios are tight for rare tokens: x = −A·ρ·1[kept].
+    """PPO whose trust region bounds probabilities instead of ratios: x = −A·ρ·1[kept].
 
     A token is above the region if p > p_old and its divergence exceeds high, below it if p < p_old and the divergence exceeds
     low. It is kept unless A drives it further out: above with A > 0, below with A < 0.
 
-    divergence: tv, |p − p_old|, or binary_kl, KL(π_old ‖ π) of "this token or another" in nats. low, high: its bounds (0.2 for
-        tv, 0.05 for binary_kl). ratio_max: cap on ρ (verl: 20); None is off. detached: x = −A·sg[min(ρ, ratio_max)]·l·1[kept]
-        (verl): the gradient continues beyond ratio_max. signed: false drops tokens outside the region for any A
-        (prime-rl's IPO). Paper: arXiv 2602.04879.
+    divergence: tv, |p − p_old|, or binary_kl, KL(π_old ‖ π) of "this token or another" in nats. low: bound on the divergence
+        where π < π_old (0.2 for tv, 0.05 for binary_kl). high: bound on the divergence where π > π_old. ratio_max: cap on ρ
+        (verl: 20); None is off. detached: x = −A·sg[min(ρ, ratio_max)]·l·1[kept] (verl): the gradient continues beyond
+        ratio_max.
+    signed: false drops tokens outside the region for any A (prime-rl's IPO). Paper: arXiv 2602.04879.
     """
 
     token_level = True
@@ -117,8 +118,8 @@ class ClipCov(Surrogate, name="clip_cov"):
     Among the step's valid tokens with covariance in (low, high) that PPO does not clip, (seed, `sample_ids`, position) selects
     max(⌊fraction·N⌋, 1), the same on any layout.
 
-    clip_low, clip_high: PPO's ε on either side of 1. fraction: fraction of the step's valid tokens. low, high: range of the
-    covariance, both excluded. seed: seed of the choice. Paper: arXiv 2505.22617.
+    clip_low: PPO's ε below 1. clip_high: PPO's ε above 1. fraction: fraction of the step's valid tokens. low: lower bound of
+    the covariance, excluded. high: upper bound of the covariance, excluded. seed: seed of the choice. Paper: arXiv 2505.22617.
     """
 
     needs_statistics = True
@@ -194,7 +195,7 @@ class KLCov(Surrogate, name="kl_cov"):
 
 @dataclass(frozen=True)
 class REC(Surrogate, name="rec"):
-    """x = −A'·l·I + regulariser, with constant weight and indicator.
+    """x = −A'·l·I + regulariser; A' and I are constants, ρ is each token's.
 
     clip_mode: I is 1 (none); 1 − ε_low ≤ ρ ≤ 1 + ε_high (two-side); ρ ≤ 1 + ε_high if A ≥ 0, ρ ≥ 1 − ε_low if A ≤ 0
         (one-side; gspo-one-side uses the sequence's geometric mean ratio); two-side, or ρ ≤ 1 − ε_low' if A ≥ 0, or ρ ≥ 1 +
@@ -202,10 +203,10 @@ class REC(Surrogate, name="rec"):
     weight: A' is A; A·ρ (importance_sampling); A times the geometric mean ratio (gspo_importance_sampling);
         A·e^{A/temperature} (advantage).
     regularizer: + coef·(l − l_old)² (k2), or − coef·l (forward-kl). regularizer_coef: coef of the regulariser.
-    epsilon_low, epsilon_high, epsilon_low_prime, epsilon_high_prime: the bounds; the primes are of "ring". temperature: divides
-        A in the weight "advantage".
+    epsilon_low: ε_low. epsilon_high: ε_high. epsilon_low_prime: ε_low' of "ring". epsilon_high_prime: ε_high' of "ring".
+    temperature: divides A in the weight "advantage".
 
-    ρ is of single tokens and detached. Paper: arXiv 2509.24203.
+    Paper: arXiv 2509.24203.
     """
 
     token_level = True

@@ -26,8 +26,8 @@ class PPO(Surrogate, name="ppo"):
     """Clipped surrogate, at most −A·c where A < 0 (dual clip):
     x = max(−A·ρ, −A·clip(ρ, 1 − ε_low, 1 + ε_high)).
 
-    clip_low, clip_high: ε_low and ε_high (clip-higher of DAPO: 0.28). dual_clip: c > 1, None is off; beyond 1 + ε_high it is
-        also the two-sided clip δ of INTELLECT-2.
+    clip_low: ε_low. clip_high: ε_high (clip-higher of DAPO: 0.28). dual_clip: c > 1; None is off. A c above 1 + ε_high is also
+        the two-sided clip δ of INTELLECT-2.
     Papers: arXiv 1707.06347 (PPO), 1912.09729 (dual clip), 2503.14476 (clip-higher).
     """
 
@@ -73,8 +73,9 @@ class CISPO(Surrogate, name="cispo"):
     """Clipped importance weight: x = −A·sg[clip(ρ, 1 − ε_low, 1 + ε_high)]·l.
     Every token keeps a gradient.
 
-    clip_low, clip_high: ε; 1.0 is no lower bound. mask_low, mask_high: drop tokens that PPO would clip: ρ > 1 + mask_high
-        with A > 0, ρ < 1 − mask_low with A < 0; None is off. Paper: arXiv 2506.13585 (MiniMax-M1).
+    clip_low: ε_low; 1.0 is no lower bound. clip_high: ε_high. mask_low: drop tokens with ρ < 1 − mask_low and A < 0, as PPO's
+        clip does; None is off. mask_high: drop tokens with ρ > 1 + mask_high and A > 0; None is off.
+    Paper: arXiv 2506.13585 (MiniMax-M1).
     """
 
     clip_low: float = 1.0
@@ -104,7 +105,7 @@ class SAPO(Surrogate, name="sapo"):
     """Soft adaptive gate in place of a clip, with the gradient through ρ:
     x = −A·f(ρ), f(ρ) = σ(τ·(ρ − 1))·4/τ.
 
-    tau_pos, tau_neg: τ where A > 0, and where A ≤ 0; tau_neg ≥ tau_pos. Paper: arXiv 2511.20347.
+    tau_pos: τ where A > 0. tau_neg: τ where A ≤ 0, at least tau_pos. Paper: arXiv 2511.20347.
     """
 
     tau_pos: float = 1.0
@@ -192,7 +193,7 @@ class GMPO(Surrogate, name="gmpo"):
     """Geometric-mean policy optimization (arXiv 2507.20673), for aggregation "seq-mean-token-mean":
     x = −A·exp(mean_t y'), y' = s·min(s·y, s·clip(y, −ε_low, ε_high)), s = sign A, y = l − l_old, A constant over a sequence.
 
-    clip_low, clip_high: ε_low and ε_high, bounds of the log-ratio.
+    clip_low: ε_low. clip_high: ε_high.
     """
 
     token_level = True
@@ -220,7 +221,7 @@ class CPGD(Surrogate, name="cpgd"):
 
     The paper's drift term is the KL to l_old: `kl: {against: prev}`.
 
-    clip_low, clip_high: ε_low and ε_high.
+    clip_low: ε_low. clip_high: ε_high.
     """
 
     token_level = True
@@ -251,7 +252,7 @@ class VESPO(Surrogate, name="vespo"):
     """Variational sequence-level soft policy optimization, as in TRL:
     x = −sg[φ]·A·l, φ = W^k·exp(λ·(1 − W)), W = Π_t π/π_old. log W is clamped to [log 1e-8, 20].
 
-    k_pos, lambda_pos: k and λ where A ≥ 0. k_neg, lambda_neg: k and λ where A < 0.
+    k_pos: k where A ≥ 0. lambda_pos: λ where A ≥ 0. k_neg: k where A < 0. lambda_neg: λ where A < 0.
     """
 
     token_level = True

@@ -33,7 +33,7 @@ class LossConfig:
     """A registered loss, checked when the config is read.
 
     Attributes:
-        name: in the registry (`parallel_rl.losses.losses()`); a module of --import may add names.
+        name: a registered name (`parallel_rl.losses.losses()`); a module of --import may add names.
         options: keys of the loss's config, see its `config_class`.
     """
 

@@ -38,13 +38,14 @@ class ClippedPGLossConfig:
     ratio_clip_min, ratio_clip_max: the ratio is clipped to [1 − min, 1 + max].
     ratio_clip_c: dual clip, > 1; None is off.
     reference_policy_kl_penalty: β of the KL to the reference; 0 is off. reference_policy_kl_type: k1, k2 or k3.
-    kl_input_clamp_value, kl_output_clamp_value: bounds on the log-ratio and on the estimate; None is off.
+    kl_input_clamp_value: bound on |log-ratio|; None is off. kl_output_clamp_value: bound on |estimate|; None is off.
     use_kl_in_reward: the KL is part of the advantages already, so the loss leaves it out.
-    use_on_policy_kl_approximation: weigh the KL by π/π_generation instead of by 1 (with gradient).
+    use_on_policy_kl_approximation: weigh the KL by π/π_generation, with gradient.
     use_importance_sampling_correction: multiply the actor loss by π_prev/π_generation.
     truncated_importance_sampling_type: tis (clamp), icepop (drop tokens) or seq-mask-tis (drop sequences by their
         geometric mean).
-    truncated_importance_sampling_ratio, truncated_importance_sampling_ratio_min: upper and lower bound of that.
+    truncated_importance_sampling_ratio: upper bound of the weight.
+    truncated_importance_sampling_ratio_min: lower bound of the weight.
     force_on_policy_ratio: the ratio is exp(l − sg[l]), for strictly on-policy steps; prev_logprobs is not read.
     use_cispo: CISPO.
     positive_example_nll_weight: μ of VAPO's NLL on sequences with reward > 0; the loss then needs `statistics`.

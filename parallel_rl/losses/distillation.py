@@ -42,8 +42,8 @@ class FullDistillationLossConfig:
     divergence: forward_kl, reverse_kl, jsd (beta; GKD), skew_forward_kl, skew_reverse_kl (alpha), cross_entropy or
         finite_cross_entropy, see `parallel_rl.functional.distillation`.
     teacher_temperature: divides the teacher's logits; None: the student's, `temperature` of the loss.
-    squared_temperature: multiply by the student's temperature², so that gradients do not shrink with it.
-    aggregation, max_length: how tokens are averaged, see `parallel_rl.counts.token_weights`.
+    squared_temperature: multiply the loss by the student's temperature², so that gradients do not shrink with it.
+    aggregation: how tokens are averaged, see `parallel_rl.counts.token_weights`. max_length: divisor of "constant-length".
     token_weights: factors data["token_weights"] [B, S] ≥ 0; divide by the "count" of positive ones or their "sum".
     """
 
@@ -138,7 +138,7 @@ class DistillationLossConfig:
         Σ_{v∈T} q_v over the whole vocabulary, overlap = |T ∩ S| / k. Reads teacher_logsumexp.
     topk_alignment: "token" stores the teacher's distribution of token t at t, "predictor" at t − 1 (NeMo-RL's data).
     teacher_temperature: divides the teacher's logits; None: the student's, `temperature` of the loss.
-    aggregation, max_length: how tokens are averaged, see `parallel_rl.counts.token_weights`.
+    aggregation: how tokens are averaged, see `parallel_rl.counts.token_weights`. max_length: divisor of "constant-length".
     token_weights: factors data["token_weights"] [B, S] ≥ 0; divide by the "count" of positive ones or their "sum".
     """
 

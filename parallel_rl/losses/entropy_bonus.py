@@ -16,7 +16,7 @@ class CoefficientScheduleConfig:
 
     c(s) = start + s/W·(peak − start) for s < W;  valley + (peak − valley)·½·(1 + cos(π·(s − W)/D)) for s < W + D;  then valley
 
-    peak, valley, start: values. warmup_steps: W. decay_steps: D.
+    start: c at step 0. peak: c at step W. valley: c from step W + D on. warmup_steps: W. decay_steps: D.
     """
 
     peak: float
@@ -105,8 +105,10 @@ class EntropyCoefficient:
 class ScheduledEntropyBonus(EntropyBonus, CoefficientScheduleConfig, name="schedule"):
     """A coefficient on a line from `start` to `peak`, then on a cosine down to `valley`, where it stays.
 
-    peak, valley, start: values. warmup_steps, decay_steps: optimizer steps to the peak and from there to the valley. A
-        constant for W steps that then falls has start = peak and warmup_steps W; a line to 0 has peak = valley = 0.
+    start: first coefficient. peak: coefficient after the warm-up. valley: last coefficient. decay_steps: optimizer steps from
+        peak to valley.
+    warmup_steps: optimizer steps from start to peak. With start = peak the coefficient is constant for these steps, with peak =
+        valley = 0 it falls on a line to 0.
     """
 
     def __post_init__(self) -> None:
@@ -144,7 +146,8 @@ class AdaptiveEntropyBonus(EntropyBonus, name="adaptive"):
     most `target`, otherwise down. The next step applies it if the entropy was at most the target, otherwise 0; the first step
     applies 0.
 
-    target: mean entropy of a token, in nats. initial: of the coefficient. delta: its step. low, high: its bounds.
+    target: mean entropy of a token, in nats. initial: first coefficient. delta: change per step. low: smallest
+    coefficient. high: largest coefficient.
 
     Paper: arXiv 2505.22312 (Skywork-OR1).
     """

@@ -27,7 +27,8 @@ from parallel_rl.validation import checks_values
 class KTOLossConfig:
     """Options of `KTOLossFn`.
 
-    beta: β. desirable_weight, undesirable_weight: λ_D and λ_U; their authors keep λ_D·n_D / (λ_U·n_U) in [1, 4/3].
+    beta: β. desirable_weight: λ_D, of good answers; KTO's authors keep λ_D·n_D / (λ_U·n_U) in [1, 4/3].
+    undesirable_weight: λ_U, of bad answers.
     baseline: source of the constant z₀ ≥ 0: "mismatched", the mean log-ratio of the rows labelled 0 (KTO); "opposite-class",
         for each class the mean log-ratio of the other (vanilla KTO); "none", 0 (APO-zero without pairs). The last two leave out
         rows labelled 0.

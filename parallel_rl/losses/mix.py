@@ -90,7 +90,8 @@ class MixLossConfig:
     """Options of `MixLossFn`.
 
     mu: weight of the expert side, a number or a `MuScheduleConfig` (CHORD).
-    policy: options of the loss on the usual rows. supervised: of the loss on the expert rows; CHORD-φ has weighting "phi".
+    policy: options of the loss on the usual rows. supervised: options of the loss on the expert
+        rows; CHORD-φ has weighting "phi".
     """
 
     mu: float | MuScheduleConfig = 0.1

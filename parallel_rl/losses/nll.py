@@ -48,11 +48,11 @@ def weighted_nll(logprobs: Tensor, weighting: NLLWeighting = "none", cutoff_prob
 class NLLLossConfig:
     """Options of `NLLLoss`.
 
-    weighting: of a token by its probability p, see `weighted_nll`: "none" (SFT), "probability" (SFT-IS), "phi" (SFT-phi).
-    cutoff_prob: of phi: more likely tokens have no gradient; 1 is off.
-    aggregation, max_length: how tokens are averaged, see `parallel_rl.counts.token_weights`. With turn-mean, prompt-mean and
+    weighting: weight of a token of probability p: "none" 1 (SFT), "probability" p (SFT-IS), "phi" p(1 − p) (SFT-phi).
+    cutoff_prob: with "phi", tokens above this probability have no gradient; 1 is off.
+    aggregation: how tokens are averaged, see `parallel_rl.counts.token_weights`. With turn-mean, prompt-mean and
         trajectory-mean each turn (segment_ids [B, S]), prompt (group_ids [B]) or trajectory (run_ids [B]) of the step weighs
-        the same; they need `statistics=` of `count`, and ids ≥ 0.
+        the same; they need `statistics=` of `count`, and ids ≥ 0. max_length: divisor of "constant-length".
     token_weights: factors data["token_weights"] [B, S] ≥ 0; divide by the "count" of positive ones or their "sum".
     """
 

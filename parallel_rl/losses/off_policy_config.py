@@ -18,8 +18,8 @@ class ImportanceConfig:
 
     level: one weight per token, turn or sequence; for a turn or sequence the geometric mean or the product.
     mode: "none": unchanged; "tis": clamp to [low, high]; "icepop": 0 outside; "seq-mask-tis": keep the token weights of
-        sequences whose geometric mean lies within, 0 for the others. Denominators stay.
-    low, high: bounds of the weight.
+        sequences whose geometric mean lies within the bounds, 0 for the others. Denominators stay.
+    low: lower bound of the weight. high: upper bound of the weight.
     normalize: divide by its mean over the step, after the truncation.
     """
 
@@ -43,9 +43,10 @@ class ImportanceConfig:
 class RejectionRule:
     """Drop tokens, turns or sequences whose trainer-sampler mismatch lies outside [low, high].
 
-    statistic: "k1" with bounds on the ratio π_prev/π_generation; with `high` alone "k2" = a²/2 and "k3" = e^a − 1 − a of its
-        logarithm a, "tv" = |π_prev − π_generation|, and "binary_kl" = KL(π_generation ‖ π_prev) of "this token or another".
-    low, high: bounds of the statistic, both included.
+    statistic: "k1" bounds the ratio π_prev/π_generation. The others take `high` only, with a the ratio's logarithm. "k2" is
+        a²/2, "k3" is e^a − 1 − a, "tv" is |π_prev − π_generation|. "binary_kl" is KL(π_generation ‖ π_prev) of "this token or
+        another".
+    low: smallest value that is kept. high: largest value that is kept.
     level: per token, or the sum, mean or maximum over its turn or sequence. "step" drops the tokens with the largest values
         until the mean over the rest of the step is at most `high`: M2PO (arXiv 2510.01161) is "k2" at this level with
         threshold 2·high; equal values are dropped together, and all tokens if all are too large.

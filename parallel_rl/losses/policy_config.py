@@ -31,12 +31,12 @@ class KLConfig:
     """KL penalty in the loss, aggregated like the surrogate; gradients: see `parallel_rl.functional.kl`.
 
     coefficient: β. estimator: k1, k2, k3, abs, or low_var_kl (k3 with verl's clamps).
-    gradient: "plain" autograd; multiplied by a differentiable weight, "score-function" exp(l − sg l), "generation"
-        π/π_generation, "old" π/π_prev, or "ratio" the surrogate's ratio at its level (TRL); "straight-through": the
-        estimator's value, k2's gradient.
+    gradient: "plain": autograd. Times a differentiable weight: "score-function" exp(l − sg l), "generation" π/π_generation,
+        "old" π/π_prev, or "ratio", the surrogate's at its level (TRL). "straight-through": the estimator's value, k2's
+        gradient.
     weight_clamp: upper bound on the weight of "old" (corrected k3 of DeepSeek-V3.2 in Trinity-RFT: 2).
     against: the reference policy, or the policy at the start of the step (`prev`).
-    input_clamp, output_clamp: bounds on |d| and on the estimate; None is off.
+    input_clamp: bound on |log-ratio|; None is off. output_clamp: bound on |estimate|; None is off.
     """
 
     coefficient: float
@@ -72,17 +72,17 @@ class KLConfig:
 class PolicyLossConfig:
     """Options of `PolicyLossFn`.
 
-    surrogate: one of `parallel_rl.functional.surrogates` by its name, with that class's options.
-    aggregation, max_length: how tokens are averaged, see `parallel_rl.counts.token_weights`. With turn-mean, prompt-mean and
+    surrogate: name of a surrogate (`parallel_rl.functional.surrogates`), with its options.
+    aggregation: how tokens are averaged, see `parallel_rl.counts.token_weights`. With turn-mean, prompt-mean and
         trajectory-mean each turn (segment_ids [B, S]), prompt (group_ids [B]) or trajectory (run_ids [B]) of the step weighs
-        the same; they need `statistics=` of `count`, and ids ≥ 0.
+        the same; they need `statistics=` of `count`, and ids ≥ 0. max_length: divisor of "constant-length".
     token_weights: factors data["token_weights"] [B, S] ≥ 0; divide by the "count" of positive ones or their "sum".
-    ratio_level: of a token, or the geometric mean (GSPO) or product over its turn or sequence. A turn is a run of one id
+    ratio_level: ρ of a token, or its geometric mean (GSPO) or product over the turn or sequence. A turn is a run of one id
         among the valid tokens of a sequence, in the field segment_ids [B, S]: integers ≥ 0 that do not decrease.
     ratio_gradient: "full" through the sequence's mean; "token" (GSPO-token): the same value, but each token's own gradient.
     on_policy: ρ = exp(l − sg l); prev_logprobs is not read.
     log_ratio_clamp: bound on |l − l_prev| of each token, gradient 0 beyond; None is off.
-    importance, rejection, off_policy_mask, kl: see their classes; None is off.
+    importance, rejection, off_policy_mask, kl: see its options below; None is off.
     entropy_filter: fraction of the step's tokens, those of highest entropy, that keep the surrogate; denominators stay (arXiv
         2506.01939).
     entropy_bonus: c in − c·AGG(entropy), with gradient: a number, or {name: schedule} or {name: adaptive}.

@@ -123,9 +123,9 @@ class DPOLossConfig:
         cDPO), "robust", "ipo", "hinge", "exo", "nca", "bco", "sppo-hard", "apo-zero", "apo-down" or "discopop".
     label_smoothing: ε, the fraction of labels taken to be wrong, in [0, 0.5), for sigmoid, robust and exo (which needs it).
     length_desensitization: α of LD-DPO, the weight of tokens beyond the shorter response's length, in policy and reference.
-    reference_policy_kl_penalty: β. preference_loss_weight, sft_loss_weight: weights of the two terms.
-    preference_average_log_probs, sft_average_log_probs: means over a response's tokens instead of sums. The authors of IPO
-        use means, those of the other kinds sums.
+    reference_policy_kl_penalty: β. preference_loss_weight: w_p. sft_loss_weight: w_s.
+    preference_average_log_probs: D is a mean over a response's tokens instead of a sum. The authors of IPO take means, those of
+        the other kinds sums. sft_average_log_probs: NLL_chosen is a mean over tokens instead of a sum.
     reference_logprobs_alignment: "token" stores the reference log-prob of token t at t, "predictor" (NeMo-RL) at t − 1.
     """
 

@@ -71,7 +71,7 @@ class SimPOLossFn(LossFn[SimPOLossConfig]):
 class CPOLossConfig:
     """Options of `CPOLossFn`.
 
-    beta: β. label_smoothing: ε in [0, 0.5), as in cDPO. sft_loss_weight: of the chosen responses' NLL; 0 is off.
+    beta: β. label_smoothing: ε in [0, 0.5), as in cDPO. sft_loss_weight: weight of NLL_chosen; 0 is off.
     sft_average_log_probs: average that NLL over a response's tokens (the authors' code) instead of summing (their formula).
     """
 

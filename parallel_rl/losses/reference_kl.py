@@ -28,9 +28,9 @@ class ReferenceKLLossConfig:
     estimator: k1, k2, k3, abs, or low_var_kl (k3 with verl's clamps).
     gradient: "plain" autograd, "score-function" by a weight exp(l − sg l), or "straight-through", that of k2; see the table
         in `parallel_rl.functional.kl`.
-    input_clamp, output_clamp: bounds on |l_ref − l| and on the estimate (verl's `loss_max_clamp`); None is off.
+    input_clamp: bound on |l_ref − l|; None is off. output_clamp: bound on |estimate| (verl's `loss_max_clamp`); None is off.
     log_prob_min_clamp: lower bound < 0 on both log-probs, without gradient where the policy's is lower. None is off.
-    aggregation, max_length: how tokens are averaged, see `parallel_rl.counts.token_weights`.
+    aggregation: how tokens are averaged, see `parallel_rl.counts.token_weights`. max_length: divisor of "constant-length".
     token_weights: factors data["token_weights"] [B, S] ≥ 0; divide by the "count" of positive ones or their "sum".
     """
 

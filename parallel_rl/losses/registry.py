@@ -34,7 +34,7 @@ Objective = Callable[..., "Tensor | tuple[Tensor, Mapping[str, Measure]]"]
 class ObjectiveConfig:
     """Options of an objective on tokens; extend it for more options.
 
-    aggregation: how tokens are averaged, see `NLLLossConfig`. max_length: L_max of "constant-length".
+    aggregation: how tokens are averaged, see `NLLLossConfig`. max_length: divisor of "constant-length".
     token_weights: "count" or "sum", see `NLLLossConfig`.
 
     >>> ObjectiveConfig("constant-length", max_length=512).aggregation

@@ -135,9 +135,9 @@ class ValueLossConfig:
     """Options of `ValueLossFn`.
 
     scale: factor of the loss, in addition to ½. cliprange: c, V is clipped to within c of `values`; None is off.
-    aggregation: how tokens are averaged. max_length: L_max of "constant-length".
-    head_position: "predictor": column t of the data belongs to the head's output at t − 1, the state before token t; "token":
-        to that at t (NeMo-RL): column 0, if valid, then enters every sum, though N_tok does not count it.
+    aggregation: how tokens are averaged. max_length: divisor of "constant-length".
+    head_position: "predictor": column t of the data belongs to the head's output at t − 1, the state before token t. "token"
+        (NeMo-RL): to the output at t, so a valid column 0 enters every sum, although N_tok does not count it.
     """
 
     scale: float = 1.0

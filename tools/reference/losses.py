@@ -23,9 +23,9 @@ loss](../../adding_a_loss.md) for your own formula. `make docs` writes these pag
 recipes.
 """
 
-NOTATION = """Notation: l = log π(token). l_old is that of the policy at the start of the step (`prev_logprobs`). ρ = exp(l −
-l_old). A is the advantage, sg stop-gradient, σ the logistic function. N_tok and N_seq are the numbers of valid tokens and
-sequences in the whole step. In the tables, `null` is YAML's word for None.
+NOTATION = """Notation: l = log π(token). l_old is l at the start of the step (`prev_logprobs`). ρ = exp(l − l_old). A is the
+advantage, sg stop-gradient, σ the logistic function. N_tok and N_seq are the numbers of valid tokens and sequences in the
+whole step. In the tables, `null` is YAML's word for None.
 """
 
 OVERFLOW = """### Ratios that overflow
@@ -43,7 +43,7 @@ A `log_ratio_clamp` or `input_clamp` of at most 80 acts before this rule. Where 
 −inf at a valid token is an error. Only a truncated policy may have one, in prev_logprobs and generation_logprobs.
 """
 
-SURROGATES = """Choose a surrogate as `surrogate` of the losses `policy` and `mix`: it is the loss per token. The drawings
+SURROGATES = """A surrogate is the loss per token, the option `surrogate` of the losses `policy` and `mix`. The drawings
 call the loss on one token with the defaults of the surrogate. Where the gradient is 0, the token does not move the policy.
 """
 
@@ -107,10 +107,13 @@ def family_page(family: Family) -> str:
         parts += [OVERFLOW, "## Surrogates", SURROGATES]
         pictures = {name: f"![Loss and gradient over the ratio](surrogate_{name}.svg)" for name in curves.drawn()}
         parts += [variants(Surrogate, "###", pictures=pictures), "## Entropy bonuses"]
-        parts += ["`entropy_bonus` of the loss `policy`, if its coefficient moves.", variants(EntropyBonus, "###")]
+        parts += ["`entropy_bonus` of the loss `policy`, if its coefficient changes.", variants(EntropyBonus, "###")]
     if "full_distillation" in family.losses:
-        parts += ["## Divergences", "`divergence` of the loss `full_distillation`: p the teacher's distribution,"]
-        parts += ["q the student's.", variants(Divergence, "###")]
+        parts += [
+            "## Divergences",
+            "`divergence` of `full_distillation`: p is the teacher's, q the student's distribution.",
+        ]
+        parts += [variants(Divergence, "###")]
     return page(*parts)
 
 

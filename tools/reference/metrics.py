@@ -10,8 +10,8 @@ from tools.reference.markdown import DOCS, page, table
 SOURCE = DOCS / "metrics.yaml"
 INTRODUCTION = """# Metrics
 
-Each table gives the meaning of a metric, its healthy range, and what to do outside of that range. The source of a range stands
-in parentheses. "Definition" means that the formula fixes the value. "Our recipe" means our run of it on the CPU. "Not known"
+Each table gives the meaning of a metric, its healthy range, and what to do outside of that range. Parentheses give the
+source of a range. "Definition" means that the formula fixes the value. "Our recipe" means our run of it on the CPU. "Not known"
 means that nobody has shown a range that holds for every model. Entropies, KL and log-probs are in nats.
 """
 

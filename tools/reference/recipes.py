@@ -19,8 +19,8 @@ ONLY_HERE = "Only here"  # the entry of a recipe that no other system has
 INDEX = """# Recipes
 
 A recipe is a YAML file of `configs/recipes`: a loss with its options, an advantage estimator and settings of the trainer.
-`parallel-rl recipes NAME` prints it, and `parallel-rl train --recipe NAME` trains by it. A few recipes are a loss alone, and
-`train` says what they lack. In a loop of your own, `load_recipe` returns the loss and its options, and `estimate` the
+`parallel-rl recipes NAME` prints it, and `parallel-rl train --recipe NAME` trains by it. A few recipes are only a loss;
+`train` names what they lack. In a loop of your own, `load_recipe` returns the loss and its options, and `estimate` the
 advantages:
 
 ```python
@@ -37,7 +37,7 @@ loss_fn = loss_class(options, vocab_size=151936)
 
 OUTSIDE = """## What other systems call them
 
-The section of a recipe says how the default differs there.
+A recipe's own section lists how the defaults differ.
 """
 
 

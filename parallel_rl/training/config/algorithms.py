@@ -85,7 +85,7 @@ class CriticConfig:
 class KLControllerConfig:
     """Adaptive coefficient of the KL in the reward (arXiv 1909.08593), see `AdaptiveKLController`.
 
-    target: mean KL of a token that the coefficient aims at.
+    target: mean KL per token to reach.
     horizon: number of samples; the larger, the slower the coefficient moves.
     """
 
@@ -119,7 +119,7 @@ class RLConfig:
         group_size: samples per prompt. With recorded rollouts, prompts × group_size is the number of sequences per step.
         optimizer: AdamW of the policy.
         updates: optimizer steps on one step's samples.
-        prev_logprobs: "recompute" runs the training forward before the first update; "generation" takes the recorded ones.
+        prev_logprobs: "recompute" runs the training forward before the first update; "generation" takes `generation_logprobs`.
         record: write each step's samples to run.dir/rollouts/step_<number>_<data rank>.jsonl, for `data.rollouts`.
         dynamic_sampling: replace prompts whose samples have too low or too high a mean reward (DAPO). null: keep all.
         overlong: change the rewards of long or truncated completions. null: keep them.
@@ -128,7 +128,7 @@ class RLConfig:
         experts: demonstrations from `data.examples` added to the samples of each step, for a loss that reads `expert_mask`.
         advantages: advantage estimator and its options.
         reward_kl: estimator of the KL to the reference policy that `advantages.kl_coefficient` subtracts from the reward.
-        kl_controller: adapts that coefficient to reach a target KL. It starts at `advantages.kl_coefficient`.
+        kl_controller: adapts the coefficient of `reward_kl`, from `advantages.kl_coefficient` on, to reach a target KL.
         critic: a value function, for an estimator that reads `values`.
         teacher: checkpoint folder of a model of the same shape and vocabulary, relative to the config file. For an estimator or
             loss that reads `teacher_token_logprobs` (on-policy distillation) or a loss that reads `teacher_logits`.

@@ -20,7 +20,7 @@ class DatasetSource:
 
     Attributes:
         dataset: a folder that `save_to_disk` wrote, a file (csv, json, jsonl, parquet, arrow, also compressed), a folder of
-            such files, or a name of the hub.
+            such files, or a name on the hub.
         name: configuration of the data set, such as gsm8k's "main".
         split: split that is read.
         revision: commit of the hub's data set. null: the newest, which may change.

@@ -224,7 +224,7 @@ class TokenizerConfig:
     Attributes:
         alphabet: every character that the data uses. "auto": the characters of the data when the run begins.
         hf: a folder with tokenizer.json, tokenizer_config.json and the like; relative to the config file.
-        chat: true: prompts and answers go through the folder's chat template. null: if it has one.
+        chat: true: prompts and answers go through the folder's chat template. null: true if the folder has one.
         template: name of the chat template, if the folder has several.
         variables: extra variables of the template, such as {enable_thinking: false}.
         date: the date that the template takes for today (2026-01-31). A run that is resumed later keeps its prompts.

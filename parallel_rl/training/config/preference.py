@@ -19,8 +19,8 @@ class PreferenceConfig:
     pairs: pairs per step.
     answers: labelled answers per step, for a loss that reads labels (kto). If its baseline is "mismatched", each prompt
         also makes a row with the answer of another record of the step.
-    loss: a loss of pairs (dpo, simpo, cpo, orpo, ...), of labelled rows (kto, which takes chosen answers as desirable and
-        rejected ones as undesirable), or of a scalar head in place of logits (preference).
+    loss: a loss of pairs (dpo, simpo, cpo, orpo, ...), of labelled rows (kto), or of a scalar head (preference). In pairs, kto
+        takes chosen answers as desirable and rejected answers as undesirable.
     """
 
     steps: int

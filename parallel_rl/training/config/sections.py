@@ -136,7 +136,7 @@ class OptimizerConfig:
         on_nonfinite: what happens if the gradient norm is not finite, or above `spike`: "error" ends the run, "skip" leaves out
             the update and counts it (`skipped_updates`). Either way the last checkpoint is good.
         max_skips: consecutive updates that "skip" leaves out; one more ends the run.
-        spike: gradient norm above which `on_nonfinite` applies. null: any finite norm is good.
+        spike: gradient norm above which `on_nonfinite` applies. null: any finite norm is accepted.
     """
 
     lr: float
@@ -171,8 +171,8 @@ class OptimizerConfig:
 class SamplingConfig:
     """How completions are sampled.
 
-    In RL, the policy's log-probs (old ones and those of the loss) are of the same truncated distribution. A token outside of it
-    leaves the mask (metric `dropped_tokens`). Log-probs that are compared with a frozen model are never truncated.
+    In RL, the old log-probs and those of the loss are of the same truncated distribution. A token outside of this distribution
+    is masked (metric `dropped_tokens`). Log-probs that are compared with a frozen model are never truncated.
 
     Attributes:
         max_new_tokens: longest completion, in tokens.
