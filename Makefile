@@ -104,7 +104,7 @@ docs: $(STAMP)  ## the generated pages of the reference, and the drawings
 	PYTHONPATH=$(CURDIR) $(BIN)/python -m tools.reference
 	PYTHONPATH=$(CURDIR) $(BIN)/python -m tools.figures
 
-docs-site: .docs/.installed  ## the site in build/site, offline; a warning or a dead link is an error; then its pages in a browser
+docs-site: .docs/.installed install-chromium  ## the site in build/site, offline; a warning or a dead link is an error; then its pages in a browser
 	@if [ -e .docs/sphinx ]; then rm -rf build/site && CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=1 PYTHONPATH=$(CURDIR)/.docs:$(CURDIR) \
 	  $(BIN)/python -m sphinx -W -n -q -j 16 -c docs -b html . build/site && echo "the site is in build/site/index.html"; fi
 	@[ ! -e .docs/sphinx ] || CUDA_VISIBLE_DEVICES= $(BIN)/python -m pytest -q tests/docs

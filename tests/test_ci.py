@@ -59,6 +59,12 @@ def test_one_stage_alone_installs_nothing_beforehand(tmp_path: Path) -> None:
     assert said.splitlines()[:4] == [f"{stage} {half} of 2" for stage in ("install", "test-slow") for half in (1, 2)]
 
 
+def test_an_unknown_stage_is_refused(tmp_path: Path) -> None:
+    run = _start(tmp_path, "lint tset")
+    said, _ = run.communicate(timeout=60)
+    assert run.returncode == 2 and said.startswith("tset is no stage; there are: install lint "), said
+
+
 def test_a_failure_ends_the_run(tmp_path: Path) -> None:
     run = _start(tmp_path, "lint test", lint="exit 3")
     said, _ = run.communicate(timeout=60)
