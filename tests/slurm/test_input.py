@@ -1,18 +1,16 @@
 """What is wrong with a run's files is said within a minute of its job's start, and nothing of what stood there is touched.
 
-(What the config, the layout, the allocation and names of files alone tell is in test_runs.py and test_scripts.py.)
+(What the config, the layout, the allocation and names of files alone tell is in test_runs.py and test_scripts.py; other
+damage to data and checkpoints is in tests/training/data and tests/training/checkpointing.)
 """
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
-import importlib.util
 import os
 import re
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import datetime
@@ -48,10 +46,6 @@ def _another_to_go_on(good: Good) -> Overrides:
     return {"run.dir": good.copy("going-on"), "model.hidden": 16}
 
 
-def _another_to_begin_with(good: Good) -> Overrides:
-    return {"run.dir": good.copy("beginning"), "run.init_from": good.checkpoint, "model.hidden": 16}
-
-
 def _damaged(good: Good) -> Overrides:
     bad = good.copy("damaged") / good.checkpoint.relative_to(good.run)
     largest = max((path for path in bad.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
@@ -69,14 +63,6 @@ def _jsonl(good: Good) -> Overrides:
     return {"run.dir": good.copy("jsonl"), "data": f"{{rollouts: {shard}}}", "run.resume": "never"}
 
 
-def _parquet(good: Good) -> Overrides:
-    shard = good.cluster.folder / "bad.parquet"
-    code = f"from pyarrow import json, parquet; parquet.write_table(json.read_json({str(ROLLOUTS)!r}), {str(shard)!r})"
-    subprocess.run([sys.executable, "-c", code], check=True)
-    shard.write_bytes(shard.read_bytes()[:-100])
-    return {"run.dir": good.copy("parquet"), "data": f"{{rollouts: {shard}}}", "run.resume": "never"}
-
-
 def _full(good: Good) -> Overrides:
     run = Path(shutil.copytree(good.run, good.cluster.disk / "run"))
     with (good.cluster.disk / "filler").open("wb", buffering=0) as file, contextlib.suppress(OSError):
@@ -90,16 +76,11 @@ CASES: Mapping[str, tuple[Callable[[Good], Overrides], str]] = {
         _another_to_go_on,
         r"run\.dir holds the checkpoint \S+.* of another run: model\.hidden is 32 there and 16 in this run",
     ),
-    "run.init_from is of another model": (
-        _another_to_begin_with,
-        r"run\.init_from = '\S+' does not fit: model\.hidden is 32 there and 16 in this run",
-    ),
     "run.init_from is damaged": (
         _damaged,
         r"run\.init_from = '\S+' cannot be used: \S+ is damaged: \S+ does not match",
     ),
     "a line is cut off": (_jsonl, r"bad\.jsonl, line 7: no JSON"),
-    "a Parquet file is cut off": (_parquet, r"bad\.parquet (cannot be read as Parquet|is not a whole Parquet file)"),
     "a full disk": (_full, r"run\.dir = '\S+': a checkpoint takes [\d.]+ \wB and [\d.]+ \w*B are free"),
 }
 
@@ -152,8 +133,6 @@ def test_bad_input_is_said_within_a_minute_and_changes_nothing(name: str, starte
 def _cannot(name: str) -> str | None:
     if name == "a full disk" and os.getuid() != 0:
         return "only root can mount a small disk"
-    if "Parquet" in name and importlib.util.find_spec("pyarrow") is None:
-        return "no pyarrow"
     return None
 
 
