@@ -99,7 +99,8 @@ def test_a_right_mixture_of_experts_with_heads_passes() -> None:
         ),
         pytest.param(
             provider, {"forward_step": planted.of_first_context_rank}, ("cp2", "dp2"), ("cp2",),
-            ("all ", "other tokens carry loss", "a mask or labels of another rank's part"), id="a mask of another rank", marks=pytest.mark.slow,
+            ("all ", "other tokens carry loss", "a mask or labels of another rank's part"), id="a mask of another rank",
+            marks=pytest.mark.slow,
         ),
         pytest.param(
             planted.dropped_experts, {"config": experts_config}, ("dp2", "dp2 ep2"), ("dp2 ep2",),
