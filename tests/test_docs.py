@@ -73,6 +73,7 @@ def unknown_metrics(names: Iterable[str]) -> set[str]:
     return {name for name in plain if known.isdisjoint(name.split("/"))}
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:rows with sample_mask 1")
 def test_the_page_of_metrics_has_those_of_every_loss() -> None:
     kinds = {has_scalar_head(case.loss): case.loss for case in CASES}

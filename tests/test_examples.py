@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import runpy
 import subprocess
 import sys
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from parallel_rl.testing.pool import preload, run_world
+from tests.launch import UNCOMPILED
 from tests.training.helpers import ROOT, train_rows
 
 preload("parallel_rl.megatron")
@@ -23,7 +25,8 @@ def train(rank: int, name: str, *arguments: int) -> list[float]:
 
 @pytest.mark.slow  # three processes import torch; the same numbers on two ranks of the pool: test_readme
 def test_a_loss_on_two_ranks_is_that_of_one() -> None:
-    done = subprocess.run([sys.executable, "examples/grpo_loss_two_ranks.py"], cwd=ROOT, capture_output=True, text=True)
+    command, settings = [sys.executable, "examples/grpo_loss_two_ranks.py"], {**os.environ, **UNCOMPILED}
+    done = subprocess.run(command, cwd=ROOT, env=settings, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "loss and gradients equal those of one process" in done.stdout
 
@@ -37,20 +40,23 @@ def test_the_megatron_loop_has_the_same_losses_on_any_layout() -> None:
         assert found == pytest.approx(losses, rel=1e-4)
 
 
-@pytest.mark.slow
-def test_megatron_grpo_draws_and_rewards_the_same_on_any_layout() -> None:
+@pytest.fixture(scope="module")
+def grpo_rewards() -> list[float]:
+    """The mean rewards of 25 steps on one rank, which are needed to learn the digits."""
     pytest.importorskip("megatron.core")
-    [alone] = run_world(1, train, "megatron_grpo.py", 1, 1, 2)
+    [rewards] = run_world(1, train, "megatron_grpo.py", 1, 1, 25, timeout=240)
+    return rewards
+
+
+@pytest.mark.slow
+def test_megatron_grpo_draws_and_rewards_the_same_on_any_layout(grpo_rewards: list[float]) -> None:
     for found in run_world(4, train, "megatron_grpo.py", 2, 2, 2):
-        assert found == pytest.approx(alone, abs=0.02)  # the same draws, but for float32 sums that break a tie
+        assert found == pytest.approx(grpo_rewards[:2], abs=0.02)  # the same draws, but for sums that break a tie
 
 
 @pytest.mark.slow
-def test_the_reward_of_megatron_grpo_rises() -> None:
-    """25 steps on four ranks, which sample without a cache, are needed to learn the digits."""
-    pytest.importorskip("megatron.core")
-    for found in run_world(4, train, "megatron_grpo.py", 2, 2, 25):
-        assert sum(found[:3]) / 3 < 0.2 and sum(found[-3:]) / 3 > 0.6
+def test_the_reward_of_megatron_grpo_rises(grpo_rewards: list[float]) -> None:
+    assert sum(grpo_rewards[:3]) / 3 < 0.2 and sum(grpo_rewards[-3:]) / 3 > 0.6
 
 
 def train_and_export(rank: int, folder: str) -> list[dict[str, float | int | str]]:

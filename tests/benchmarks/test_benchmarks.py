@@ -167,8 +167,9 @@ def test_truncation_compares_methods_that_agree() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("uncompiled")
 def test_token_stats_runs_to_its_report(tmp_path: Path) -> None:
-    """Takes half a minute: two processes import torch and Megatron, and compile the peers that are compiled."""
+    """Takes twenty seconds: two processes import torch, Megatron and the peers."""
     pytest.importorskip("megatron.core")
     report = tmp_path / "stats.json"
     sizes = ["--tokens", "64", "--vocab", "256", "--repeats", "1"]

@@ -51,6 +51,7 @@ def test_it_tells_which_target_is_missed() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("uncompiled")
 def test_it_runs_to_its_report(tmp_path: Path) -> None:
     target = tmp_path / "distillation.json"
     sizes = ["--tokens", "64", "--vocab", "256", "--hidden", "16", "--repeats", "1"]

@@ -152,8 +152,9 @@ def test_a_wrong_method_is_not_timed() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("uncompiled")
 def test_it_runs_to_its_report_on_two_ranks(tmp_path: Path) -> None:
-    """May take twenty seconds: two processes import torch and Megatron, and compile for each of their shards."""
+    """Takes a quarter of a minute: two processes import torch, Megatron and the peers."""
     pytest.importorskip("megatron.core")
     target = tmp_path / "linear.json"
     sizes = ["--tokens", "64", "--vocab", "256", "--hidden", "16", "--repeats", "1"]

@@ -11,6 +11,7 @@ from benchmarks import scaling
 from benchmarks.common import Seconds
 from benchmarks.losses_case import agree
 from benchmarks.scaling import LOOP, OURS, Figures, Point
+from parallel_rl.testing.pool import run_world
 
 
 def results(power: float = 1.0, slow: float = 2.0) -> scaling.Results:
@@ -48,8 +49,9 @@ def test_the_loop_is_the_loss_that_it_is_measured_beside() -> None:
 
 
 @pytest.mark.slow
-def test_it_runs_to_its_report(tmp_path: Path) -> None:
-    """Takes half a minute: worlds of 1, 2 and 4 processes import torch."""
+def test_it_runs_to_its_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the pool's worlds of 1, 2 and 4 ranks; processes of its own would import torch for half a minute."""
+    monkeypatch.setattr(scaling, "run_ranks", run_world)
     target = tmp_path / "scaling.json"
     sizes = ["--tokens", "256", "--vocab", "64", "--repeats", "1"]
     assert scaling.main([*sizes, "--json", str(target)]) == 0

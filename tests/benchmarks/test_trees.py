@@ -39,6 +39,7 @@ def test_tokens_and_pairs_are_those_of_the_tree_that_is_built(case: trees.Case) 
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("uncompiled")
 def test_it_runs_to_its_report(tmp_path: Path) -> None:
     """Takes twenty seconds: a process imports torch and megatron-core."""
     target = tmp_path / "trees.json"

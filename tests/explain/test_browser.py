@@ -35,10 +35,20 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return target
 
 
-@pytest.fixture(params=[(1280, 800), (390, 844)], ids=["laptop", "phone"])
-def tab(file: Path, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[browser.Tab]:
-    with browser.opened(file, tmp_path / "profile", *request.param) as tab:
+@pytest.fixture(scope="module", params=[(1280, 800), (390, 844)], ids=["laptop", "phone"])
+def window(
+    file: Path, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
+) -> Iterator[browser.Tab]:
+    with browser.opened(file, tmp_path_factory.mktemp("profile"), *request.param) as tab:
         yield tab
+
+
+@pytest.fixture
+def tab(window: browser.Tab, file: Path) -> browser.Tab:
+    """The page, loaded again."""
+    window.events.clear()
+    window.open(file)
+    return window
 
 
 def test_it_is_silent_and_stays_in_the_window(tab: browser.Tab, file: Path) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import json
+import os
 import re
 import subprocess
 import sys
@@ -22,6 +24,7 @@ from torch.utils._pytree import tree_leaves
 
 from benchmarks import linear_methods, peers, token_stats_gpu_methods
 from parallel_rl.testing.pool import run_world
+from tests.launch import UNCOMPILED
 from tools.gpu_check import __main__ as command
 from tools.gpu_check import head, host, kernels, smoke, trainer
 from tools.gpu_check.facts import Fact, Facts, read_facts
@@ -75,20 +78,19 @@ def test_a_stage_tells_what_is_wrong_what_is_missed_and_what_did_not_run(
     assert "| in_forward | 49 ms | ≤ 38: missed |" in page(outcomes, "a card")
 
 
-def run_stages(rank: int) -> list[tuple[str, bool, int]]:
-    found = []
-    for stage in (kernels, host):
-        facts = Facts(stage.__name__)
-        stage.run(facts, "cpu")
-        found.append((stage.__name__, facts.right, len(facts.all)))
-    return found
+def run_stage(rank: int, name: str) -> tuple[bool, int]:
+    """Run a stage eagerly on the host; return whether its checks passed, and how many facts it has."""
+    facts = Facts(name)
+    with torch.compiler.set_stance("force_eager"):
+        importlib.import_module(f"tools.gpu_check.{name}").run(facts, "cpu")
+    return facts.right, len(facts.all)
 
 
-def test_stages_run_at_tiny_sizes_on_a_cpu() -> None:
+@pytest.mark.parametrize("name", ["kernels", "host", pytest.param("head", marks=pytest.mark.slow)])
+def test_a_stage_runs_at_tiny_sizes_on_a_cpu(name: str) -> None:
     """The same code as on a card, which joins a world: not in this process; `--cpu` runs each stage in one of its own."""
-    [found] = run_world(1, run_stages)
-    for name, right, told in found:
-        assert right and told >= 4, name
+    [(right, facts)] = run_world(1, run_stage, name)
+    assert right and facts >= 4
 
 
 @pytest.mark.slow
@@ -176,7 +178,8 @@ def test_a_peer_that_cannot_be_imported_is_a_fact(stage: ModuleType, monkeypatch
     if stage is kernels:
         kernels._peers(facts, 24, 512, torch.float32, "eager")
     else:
-        head.run(facts, "cpu")
+        with torch.compiler.set_stance("force_eager"):
+            head.run(facts, "cpu")
     assert Fact("stage", "absent.peer", "ImportError: wants libcuda.so.1", kind="not run") in facts.all and facts.right
     assert sum(fact.name.endswith(", by kernel") and fact.kind == "not run" for fact in facts.all) == (
         4 if stage is head else 0
@@ -274,13 +277,15 @@ def test_an_unknown_stage_is_refused(capsys: pytest.CaptureFixture[str]) -> None
 
 
 @pytest.mark.slow
-def test_everything_on_a_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Takes a minute: each stage imports torch anew, and the trainer starts twice."""
+def test_stages_that_start_processes_on_a_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two ranks of gloo, and a trainer that starts twice; the stages of one process run above, smoke below."""
     pytest.importorskip("megatron.core")
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
-    assert command.main(["--cpu", "--page", str(tmp_path / "page.md")]) == 0
+    for name, value in UNCOMPILED.items():
+        monkeypatch.setenv(name, value)
+    assert command.main(["--cpu", "--page", str(tmp_path / "page.md"), "nccl", "trainer"]) == 0
     text = (tmp_path / "page.md").read_text()
-    for stage in STAGES:
+    for stage in ("nccl", "trainer"):
         assert f"| {stage} | right |" in text
     assert "| float32, on from its checkpoint: it added a row to those of before | right |" in text
 
@@ -290,18 +295,19 @@ def test_a_check_that_is_ended_keeps_what_was_found_and_leaves_no_stage(tmp_path
     """A stage has a session of its own: it went on, on the card, beside what was timed next."""
     facts = tmp_path / "facts.json"
     check = subprocess.Popen(
-        [sys.executable, "-m", "tools.gpu_check", "--cpu", "--json", str(facts), "smoke", "trainer"],
-        cwd=Path(__file__).parents[2], stdout=subprocess.PIPE, text=True,
+        [sys.executable, "-m", "tools.gpu_check", "--cpu", "--json", str(facts), "smoke", "kernels"],
+        cwd=Path(__file__).parents[2], env={**os.environ, **UNCOMPILED}, stdout=subprocess.PIPE, text=True,
     )  # fmt: skip
     try:
         end = time.monotonic() + 100
         while not facts.exists() and time.monotonic() < end:
             time.sleep(0.1)
-        time.sleep(1)  # the next stage has started
-        [stage] = psutil.Process(check.pid).children()
+        while not (stages := psutil.Process(check.pid).children()) and time.monotonic() < end:
+            time.sleep(0.01)
+        [stage] = stages
         check.terminate()
         assert check.wait(30) == 1
     finally:
         check.kill()
     assert not stage.is_running()
-    assert [one["stage"] for one in json.loads(facts.read_text())["stages"]] == ["smoke"]
+    assert [(one["stage"], one["ended"]) for one in json.loads(facts.read_text())["stages"]] == [("smoke", "right")]

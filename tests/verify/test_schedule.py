@@ -35,9 +35,9 @@ def test_through_a_real_pipeline(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("world", [1, 2, 4, 8])
 def test_default_layouts(world: int) -> None:
-    """Tensor × context × data × pipeline, both of Megatron's ways of scaling."""
+    """Tensor × context × data × pipeline, both of Megatron's ways of scaling; on 8 ranks of one kind of loss."""
     layouts = schedule.schedule_layouts(world)
-    for name in ("clipped_pg", "preference", "value"):
+    for name in ("clipped_pg", "preference", "value")[: 1 if world == 8 else None]:
         trial = _trial(name)
         outcomes = schedule.SchedulePool(300).run(trial, layouts, torch.float64)
         for layout, of_ranks in zip(layouts, outcomes, strict=True):
