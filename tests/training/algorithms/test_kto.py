@@ -126,6 +126,7 @@ def test_it_learns_where_nine_of_ten_answers_are_bad(tmp_path: Path) -> None:
         "preference__answers": 100,
         "preference__loss": options,
         "model__hidden": 32,
+        "batch__micro_batch_size": 128,
     }
     [rows] = run_world(1, train_rows, kto(tmp_path / "run", write(tmp_path, 1000), **more))
 

@@ -99,7 +99,6 @@ def flat_rows(case: str, folder: Path, **more: object) -> Rows:
             pytest.param(case, world, batch, parallel, marks=pytest.mark.slow)
             for case, world, batch, parallel in [
                 ("GRPO", 1, {"micro_batch_size": 6}, {}),
-                ("GRPO", 2, {"tokens": 40}, {}),
                 ("GRPO", 4, {"tokens": 40}, {"context": 2, "pipeline": 2}),
                 ("sampled, covariances", 4, {"tokens": 40}, {"context": 2}),
                 ("experts", 2, {"tokens": 40}, {}),
