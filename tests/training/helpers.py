@@ -36,7 +36,7 @@ LAYOUTS = {
 }
 Rows = list[dict[str, float | int | str]]
 # first records of a data file that a run takes; to check those that ship takes as long as some steps
-SHORT = {"held_out": 24, "rollouts": None}
+SHORT = {"held_out": 24, "rollouts": 640}
 # of a run, not of what it computed
 CLOCK = {"seconds", "tokens_per_second"}
 
@@ -45,7 +45,9 @@ pool.preload("megatron.core", "parallel_rl.training.trainer")
 
 def run(config: str, **overrides: object) -> list[str]:
     """Command-line overrides; `__` stands for the dot."""
-    data = {} if "data" in overrides else short_data(CONFIGS / config)
+    data = {} if "data" in overrides else dict(short_data(CONFIGS / config))
+    if overrides.get("evaluation") == "null":
+        data.pop("data.held_out", None)
     given = {**data, **{key.replace("__", "."): value for key, value in overrides.items()}}
     return [str(CONFIGS / config), *(f"--{key}={value}" for key, value in given.items())]
 
@@ -55,8 +57,9 @@ def short_data(config: Path) -> dict[str, Path]:
     """Return overrides that give a config the first records of its data; data/test_data.py reads all that ships."""
     data = read_tree(config).get("data") or {}
     assert isinstance(data, dict)
-    files = {name: DATA / Path(value).name for name, value in data.items() if isinstance(value, str)}
-    return {f"data.{name}": first_records(path, SHORT.get(name, 240) or 10**6) for name, path in files.items()}
+    texts = {name: str(value) for name, value in data.items()}
+    files = {name: DATA / Path(text).name for name, text in texts.items() if text.endswith(".jsonl")}
+    return {f"data.{name}": first_records(path, SHORT.get(name, 240)) for name, path in files.items()}
 
 
 @functools.cache

@@ -60,7 +60,7 @@ def test_truncated_sampling_agrees_on_every_layout(tmp_path: Path) -> None:
     """Draws, old log-probs and the loss follow one rule; what is compared with the reference policy follows none."""
     more = {
         **KL_IN_REWARD,
-        "sampling": "{max_new_tokens: 8, temperature: 0.9, top_k: 9, top_p: 0.9}",
+        "sampling": "{max_new_tokens: 4, temperature: 0.9, top_k: 9, top_p: 0.9}",
         "rl__kl_controller": "{target: 0.1}",
         "rl__loss": "{name: clipped_pg, options: {reference_policy_kl_penalty: 0.1}}",
         "evaluation": "null",
