@@ -15,7 +15,7 @@ from parallel_rl.training.config.load import load_config
 from tests.training.algorithms.test_recipe_names import OUTSIDE, TAUGHT
 from tests.training.helpers import LAYOUTS, assert_near, cut, short_data, train_rows
 
-QUICK = {"ppo", "dapo", "remax", "clip_cov", "chord", "kto", "reward_model", "optimal_token_baseline", "echo"}
+QUICK = {"ppo", "remax", "chord", "kto", "reward_model", "echo"}
 
 SIZES = {
     "run.dtype": "float64",

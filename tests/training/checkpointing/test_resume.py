@@ -48,8 +48,9 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("dtype", "numbers"),
     [
-        ("float64", (2, 4, 6)),  # within the warm-up, between the phases, within RL
-        pytest.param("bfloat16", (6,), marks=pytest.mark.slow),  # with master weights
+        ("float64", (6,)),  # within RL
+        # with master weights: within the warm-up and between the phases
+        pytest.param("bfloat16", (2, 4, 6), marks=pytest.mark.slow),
     ],
 )
 def test_a_stopped_run_continues_the_same_curve(dtype: str, numbers: tuple[int, ...], tmp_path: Path) -> None:
@@ -62,6 +63,8 @@ def test_a_stopped_run_continues_the_same_curve(dtype: str, numbers: tuple[int, 
         [later] = run_world(1, train_rows, arguments(stopped, dtype))
         assert later == rows[number:]
         assert logged_rows(stopped) == rows
+    if dtype == "bfloat16":
+        return
     damaged = tmp_path / "stopped6" / "checkpoints" / "step_000008"
     flip(shard_of(damaged))  # the one before is taken, and its rows are made again
     assert run_world(1, train_rows, arguments(tmp_path / "stopped6", dtype)) == [rows[7:]]

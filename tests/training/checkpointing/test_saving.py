@@ -267,7 +267,7 @@ def _kill_and_look(folder: Path, times: int) -> None:
 
 
 def test_a_kill_in_the_middle_of_a_save_leaves_a_whole_checkpoint(tmp_path: Path) -> None:
-    _kill_and_look(tmp_path, 3)
+    _kill_and_look(tmp_path, 2)
 
 
 @pytest.mark.slow

@@ -80,8 +80,7 @@ def test_weights_go_out_before_each_step(
     ("layout", "tells"),
     [
         ("one process", True),
-        ("one process", False),
-        *(pytest.param(layout, False, marks=pytest.mark.slow) for layout in ("TP 2", "DP 2")),
+        *(pytest.param(layout, False, marks=pytest.mark.slow) for layout in ("one process", "TP 2", "DP 2")),
     ],
 )
 def test_a_server_that_was_restarted_is_noticed(layout: str, tells: bool, tmp_path: Path, plain: list) -> None:

@@ -133,7 +133,9 @@ def test_another_seed_draws_other_tokens(tmp_path: Path) -> None:
     assert torch.equal(first[0], again[0]) and not torch.equal(first[0], other[0])
 
 
-@pytest.mark.parametrize("layout", ["one process", "TP 2 × CP 2 × SP packed", "PP 2"])
+@pytest.mark.parametrize(
+    "layout", ["one process", pytest.param("TP 2 × CP 2 × SP packed", marks=pytest.mark.slow), "PP 2"]
+)
 def test_generation_logprobs_are_the_training_forwards(layout: str, tmp_path: Path) -> None:
     world, arguments = _arguments(tmp_path, layout)
     for trained, sampled, whole in run_world(world, recompute, arguments, 5):
