@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
 import random
@@ -19,9 +20,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
+from parallel_rl.cluster.preemption import failed
 from parallel_rl.experience import register_reward
 from parallel_rl.testing.pool import WorldError, run_world
 from parallel_rl.training.reporting.run_log import write_whole
+from tests.cluster.ranks import Ranks
 from tests.launch import Launch
 from tests.training.checkpointing.saves import largest_file
 from tests.training.helpers import DATA, logged_rows, run, train_rows
@@ -93,10 +96,11 @@ def _train_for_a_job(rank: int, given: list[str], job: str) -> list[dict[str, fl
 
 
 @pytest.mark.slow
-def test_the_file_stop_ends_a_run_between_two_steps_and_it_goes_on_to_the_same_bits(tmp_path: Path) -> None:
-    whole, stopped, job = tmp_path / "whole", tmp_path / "stopped", tmp_path / "job"
+def test_the_file_stop_ends_a_run_between_two_steps_and_it_goes_on_to_the_same_bits(
+    whole: Path, tmp_path: Path
+) -> None:
+    stopped, job, expected = tmp_path / "stopped", tmp_path / "job", logged_rows(whole)
     job.mkdir()
-    [expected, _] = run_world(2, _train, arguments(whole))
     [done, other] = run_world(2, _train_for_a_job, arguments(stopped, reward="asking"), str(job))
     assert 3 < len(done) < 9 and other == done
     assert logged_rows(stopped) == expected[: len(done)]
@@ -132,9 +136,8 @@ def _train_on_a_full_disk(rank: int, given: list[str], folder: str) -> None:
 
 
 @pytest.mark.slow
-def test_a_row_that_cannot_be_written_is_an_error_on_all_ranks_and_nothing_is_lost(tmp_path: Path) -> None:
-    whole, full = tmp_path / "whole", tmp_path / "full"
-    [expected, _] = run_world(2, _train, arguments(whole))
+def test_a_row_that_cannot_be_written_is_an_error_on_all_ranks_and_nothing_is_lost(whole: Path, tmp_path: Path) -> None:
+    full, expected = tmp_path / "full", logged_rows(whole)
     with pytest.raises(WorldError) as failure:
         run_world(2, _train_on_a_full_disk, arguments(full, reward="filling"), str(full))
     assert sorted(failure.value.errors) == [0, 1]
@@ -172,15 +175,23 @@ def chance() -> random.Random:
     return random.Random(seed)
 
 
-def launch(folder: Path, *, timeout: float = 60.0, to_end: int = 10, **more: object) -> Launch:
-    """Start a run whose ranks torchrun gives `to_end` seconds, once it was told to end them."""
+def settings_of(folder: Path) -> dict[str, str]:
+    """Return the variables of a run: its job's folder, and the module of the rewards above."""
     (folder.parent / "job").mkdir(exist_ok=True)
-    settings = {FOLDER: str(folder.parent / "job"), "TEST_SECONDS": "0.005", "PET_SHUTDOWN_TIMEOUT": str(to_end)}
-    settings |= {"PARALLEL_RL_IMPORT": __name__}  # the rewards above
-    return Launch(folder, arguments(folder, run__timeout=timeout, **more), env=settings)
+    return {FOLDER: str(folder.parent / "job"), "TEST_SECONDS": "0.005", "PARALLEL_RL_IMPORT": __name__}
 
 
-def at_some_moment(run: Launch, chance: random.Random, rank: int, *, from_row: int = 0) -> str:
+def launch(folder: Path) -> Launch:
+    """Start a run under torchrun, with a minute to end: its ranks may still import, on a busy machine."""
+    settings = {**settings_of(folder), "PET_SHUTDOWN_TIMEOUT": "60"}
+    return Launch(folder, arguments(folder, run__timeout=60.0), env=settings)
+
+
+def fork(folder: Path, timeout: float = 60.0) -> Ranks:
+    return Ranks(folder, arguments(folder, run__timeout=timeout), env=settings_of(folder))
+
+
+def at_some_moment(run: Launch | Ranks, chance: random.Random, rank: int, *, from_row: int = 0) -> str:
     """Waits until then: while it starts, or in one of the steps, or in a save."""
     row, seconds = chance.randrange(from_row, 8), chance.uniform(0, 0.3)
     run.until(lambda: run.listens(rank), "the ranks")
@@ -226,41 +237,51 @@ def goes_on(folder: Path, whole: Path) -> None:
     assert list(job.iterdir()) == []
 
 
+def assert_stopped(name: str, said: str, job: Path) -> None:
+    assert f"stopped by {name} (rank " in said, said
+    assert "error" not in said.replace("errors", ""), said
+    assert (job / "REQUEUE").exists()
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["SIGUSR1", "SIGTERM"])
-def test_a_signal_stops_a_run_at_any_moment(name: str, whole: Path, tmp_path: Path, chance: random.Random) -> None:
+def test_sigterm_to_torchrun_stops_a_run_at_any_moment(whole: Path, tmp_path: Path, chance: random.Random) -> None:
     """May take half a minute: torchrun starts two ranks, which import all before a signal can find them at work."""
-    folder, rank, number = tmp_path / "run", chance.randrange(2), signal.Signals[name]
-    with launch(folder, to_end=60) as run:  # ranks that still import, on a busy machine
+    folder, rank = tmp_path / "run", chance.randrange(2)
+    with launch(folder) as run:
         at_some_moment(run, chance, rank)
-        if name == "SIGUSR1":
-            run.send(number, rank)
-        else:  # as Slurm does: to torchrun, which hands it on, and to the ranks themselves, again and again
-            run.send(number, None)
-            for _ in range(20):
-                for pid in run.pids().values():
-                    os.kill(pid, number)
-                time.sleep(0.05)
-        status = run.wait()
-        assert (status == 0) == (name == "SIGUSR1"), run.said()  # torchrun itself fails of SIGTERM
-        assert f"stopped by {name} (rank " in run.said(), run.said()
-        assert "error" not in run.said().replace("errors", ""), run.said()
-        assert (tmp_path / "job" / "REQUEUE").exists()
+        # as Slurm does: to torchrun, which hands it on, and to the ranks themselves, again and again
+        run.send(signal.SIGTERM, None)
+        for _ in range(20):
+            for pid in run.pids().values():
+                os.kill(pid, signal.SIGTERM)
+            time.sleep(0.05)
+        assert run.wait() != 0, run.said()  # torchrun itself fails of SIGTERM
+        assert_stopped("SIGTERM", run.said(), tmp_path / "job")
         assert run.pids() == {}
     goes_on(folder, whole)
 
 
 @pytest.mark.slow
-def test_a_killed_rank_is_named_and_the_run_goes_on(whole: Path, tmp_path: Path, chance: random.Random) -> None:
-    """May take half a minute: torchrun starts two ranks, and the one that is left must notice."""
+def test_sigusr1_to_a_rank_stops_a_run_at_any_moment(whole: Path, tmp_path: Path, chance: random.Random) -> None:
     folder, rank = tmp_path / "run", chance.randrange(2)
-    with launch(folder) as run:
+    with fork(folder) as run:
+        at_some_moment(run, chance, rank)
+        run.send(signal.SIGUSR1, rank)
+        assert [run.wait(number) for number in range(2)] == [0, 0], run.said()
+    assert_stopped("SIGUSR1", run.said(), tmp_path / "job")
+    goes_on(folder, whole)
+
+
+@pytest.mark.slow
+def test_a_killed_rank_is_named_and_the_run_goes_on(whole: Path, tmp_path: Path, chance: random.Random) -> None:
+    folder, rank = tmp_path / "run", chance.randrange(2)
+    with fork(folder) as run:
         at_some_moment(run, chance, rank, from_row=1)
         run.send(signal.SIGKILL, rank)
-        assert run.wait() != 0
+        assert run.wait(1 - rank) == 1
         assert f"parallel-rl: error (rank {1 - rank}, " in run.said(), run.said()
         assert f"rank {rank} on " in run.said() and "is MISSING" in run.said(), run.said()
-        assert not (tmp_path / "job" / "REQUEUE").exists() and run.pids() == {}
+        assert not (tmp_path / "job" / "REQUEUE").exists()
     goes_on(folder, whole)
 
 
@@ -268,24 +289,31 @@ def test_a_killed_rank_is_named_and_the_run_goes_on(whole: Path, tmp_path: Path,
 def test_a_rank_that_stands_still_is_named_within_the_timeout(
     whole: Path, tmp_path: Path, chance: random.Random
 ) -> None:
-    """Takes half a minute: torchrun starts two ranks, and 15 seconds of waiting tell a rank that hangs from a slow one."""
+    """May take twenty seconds: 15 seconds of waiting tell a rank that hangs from a slow one."""
     folder, rank = tmp_path / "run", chance.randrange(2)
-    with launch(folder, timeout=15) as run:
+    with fork(folder, timeout=15) as run:
         at_some_moment(run, chance, rank, from_row=1)
         run.send(signal.SIGSTOP, rank)
-        began = time.monotonic()
-        run.until(lambda: "is MISSING" in run.said(), "the report")
-        assert time.monotonic() - began < 15 + 10  # the timeout, the others' answers, and a busy machine
-        assert run.wait() != 0 and run.pids() == {}
+        assert run.wait(1 - rank) == 1
         assert f"parallel-rl: error (rank {1 - rank}, " in run.said() and f"rank {rank} on " in run.said(), run.said()
     goes_on(folder, whole)
 
 
+def _fail(rank: int, given: list[str]) -> tuple[int, str]:
+    """Return the exit status of a run that fails, and what the command prints of it."""
+    global _calls
+    _calls = 0
+    with contextlib.redirect_stderr(io.StringIO()) as text:
+        try:
+            train_rows(rank, given)
+        except ValueError as error:
+            return failed(error), text.getvalue()
+    return 0, text.getvalue()
+
+
 @pytest.mark.slow
 def test_an_error_on_one_rank_ends_all_with_its_cause(tmp_path: Path) -> None:
-    with launch(tmp_path / "run", reward="broken") as run:
-        assert run.wait() != 0
-    for rank in range(2):
-        said = [line for line in run.said().splitlines() if f"parallel-rl: error (rank {rank}, rl step " in line]
-        assert len(said) == 1 and "rank 1: reward 'broken' of sample " in said[0], run.said()
+    for rank, (status, text) in enumerate(run_world(2, _fail, arguments(tmp_path / "run", reward="broken"))):
+        said = [line for line in text.splitlines() if f"parallel-rl: error (rank {rank}, rl step " in line]
+        assert status != 0 and len(said) == 1 and "rank 1: reward 'broken' of sample " in said[0], text
         assert "ZeroDivisionError: of a checker" in said[0]

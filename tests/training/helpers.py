@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import functools
 import io
 import json
 import random
 import shutil
+import tempfile
 import time
 import warnings
 from pathlib import Path
@@ -16,6 +19,7 @@ import numpy as np
 import pytest
 import torch
 
+from parallel_rl.config.yaml_files import read_tree
 from parallel_rl.experience import register_reward
 from parallel_rl.testing import pool
 from tests.megatron.release import release_experts
@@ -31,6 +35,8 @@ LAYOUTS = {
     "PP 2": (2, {"pipeline": 2}, False),
 }
 Rows = list[dict[str, float | int | str]]
+# first records of a data file that a run takes; to check those that ship takes as long as some steps
+SHORT = {"held_out": 24, "rollouts": 640}
 # of a run, not of what it computed
 CLOCK = {"seconds", "tokens_per_second"}
 
@@ -39,9 +45,31 @@ pool.preload("megatron.core", "parallel_rl.training.trainer")
 
 def run(config: str, **overrides: object) -> list[str]:
     """Command-line overrides; `__` stands for the dot."""
-    # of the data one block of each file is checked: all that ships is read in data/test_data.py
-    given = {**overrides, "data__check_gigabytes": overrides.get("data__check_gigabytes", 0)}
-    return [str(CONFIGS / config), *(f"--{key.replace('__', '.')}={value}" for key, value in given.items())]
+    data = {} if "data" in overrides else dict(short_data(CONFIGS / config))
+    if overrides.get("evaluation") == "null":
+        data.pop("data.held_out", None)
+    given = {**data, **{key.replace("__", "."): value for key, value in overrides.items()}}
+    return [str(CONFIGS / config), *(f"--{key}={value}" for key, value in given.items())]
+
+
+@functools.cache
+def short_data(config: Path) -> dict[str, Path]:
+    """Return overrides that give a config the first records of its data; data/test_data.py reads all that ships."""
+    data = read_tree(config).get("data") or {}
+    assert isinstance(data, dict)
+    texts = {name: str(value) for name, value in data.items()}
+    files = {name: DATA / Path(text).name for name, text in texts.items() if text.endswith(".jsonl")}
+    return {f"data.{name}": first_records(path, SHORT.get(name, 240)) for name, path in files.items()}
+
+
+@functools.cache
+def first_records(path: Path, count: int) -> Path:
+    """Return a copy of the first lines of a file, which this process removes at its end."""
+    folder = Path(tempfile.mkdtemp(prefix="first_records_"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    lines = path.read_text().splitlines(keepends=True)[:count]
+    (folder / path.name).write_text("".join(lines))
+    return folder / path.name
 
 
 def recorded_grpo(folder: Path, parallel: object, packing: bool, dtype: str, steps: int, **more: object) -> list[str]:

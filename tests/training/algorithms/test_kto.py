@@ -122,10 +122,11 @@ def test_what_does_not_go_together(more: dict[str, object], message: str, tmp_pa
 def test_it_learns_where_nine_of_ten_answers_are_bad(tmp_path: Path) -> None:
     options = "{name: kto, options: {desirable_weight: 10.0}}"
     more = {
-        "preference__steps": 60,
+        "preference__steps": 30,
         "preference__answers": 100,
         "preference__loss": options,
         "model__hidden": 32,
+        "batch__micro_batch_size": 128,
     }
     [rows] = run_world(1, train_rows, kto(tmp_path / "run", write(tmp_path, 1000), **more))
 

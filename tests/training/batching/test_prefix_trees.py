@@ -93,13 +93,12 @@ def flat_rows(case: str, folder: Path, **more: object) -> Rows:
 @pytest.mark.parametrize(
     ("case", "world", "batch", "parallel"),
     [
-        ("GRPO", 1, {"tokens": 40}, {}),
         ("GRPO", 2, {"tokens": 40}, {"tensor": 2, "sequence_parallel": True}),
         *(
             pytest.param(case, world, batch, parallel, marks=pytest.mark.slow)
             for case, world, batch, parallel in [
+                ("GRPO", 1, {"tokens": 40}, {}),
                 ("GRPO", 1, {"micro_batch_size": 6}, {}),
-                ("GRPO", 2, {"tokens": 40}, {}),
                 ("GRPO", 4, {"tokens": 40}, {"context": 2, "pipeline": 2}),
                 ("sampled, covariances", 4, {"tokens": 40}, {"context": 2}),
                 ("experts", 2, {"tokens": 40}, {}),

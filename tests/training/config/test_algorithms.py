@@ -37,11 +37,11 @@ def rows_of(config: str, folder: Path, layout: str, **overrides: object) -> list
 OBJECTIVES = {
     "dpo_arithmetic.yaml": {
         "warmup": WARMUP,
-        "preference__steps": 6,
+        "preference__steps": 4,
         "preference__pairs": 8,
         "preference__optimizer": "{lr: 3e-3}",
     },
-    "sft_arithmetic.yaml": {"sft__steps": 6, "sft__batch_size": 16, "sft__optimizer": "{lr: 3e-3}"},
+    "sft_arithmetic.yaml": {"sft__steps": 4, "sft__batch_size": 16, "sft__optimizer": "{lr: 3e-3}"},
 }
 
 
@@ -52,25 +52,7 @@ def test_the_other_objectives_agree_and_learn(config: str, tmp_path: Path) -> No
     four = rows_of(config, tmp_path / "four", "TP 2 × CP 2 × SP packed", **OBJECTIVES[config])
     assert_near(one, four)
     main = [row for row in one if "accuracy" in row or config.startswith("sft")]
-    assert len(main) == 6 and main[-1]["loss"] < main[0]["loss"] - 0.02
-
-
-LAYOUTS["DP 2"] = (2, {}, True)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "layout", ["TP 2 × CP 2 × SP packed", *(pytest.param(x, marks=pytest.mark.slow) for x in ("PP 2", "DP 2"))]
-)
-def test_sampled_rl_agrees_on_every_layout(layout: str, tmp_path: Path) -> None:
-    small = {"warmup": WARMUP, "rl__steps": 2, "rl__prompts": 4, "rl__group_size": 4, "rl__updates": 2}
-    reward = {"reward": "long_answers", "rl__optimizer": "{lr: 3e-3}"}
-    expected, rows = (
-        rows_of("grpo_arithmetic.yaml", tmp_path / name, where, **small, **reward)
-        for name, where in (("one", "one process"), ("many", layout))
-    )
-    assert 0 < expected[-1]["reward"] < 1
-    assert_near(rows, expected)
+    assert len(main) == 4 and main[-1]["loss"] < main[0]["loss"] - 0.02
 
 
 @pytest.mark.slow
@@ -78,7 +60,7 @@ def test_truncated_sampling_agrees_on_every_layout(tmp_path: Path) -> None:
     """Draws, old log-probs and the loss follow one rule; what is compared with the reference policy follows none."""
     more = {
         **KL_IN_REWARD,
-        "sampling": "{max_new_tokens: 8, temperature: 0.9, top_k: 9, top_p: 0.9}",
+        "sampling": "{max_new_tokens: 4, temperature: 0.9, top_k: 9, top_p: 0.9}",
         "rl__kl_controller": "{target: 0.1}",
         "rl__loss": "{name: clipped_pg, options: {reference_policy_kl_penalty: 0.1}}",
         "evaluation": "null",

@@ -15,7 +15,7 @@ from tests.training.models.test_hf import arguments
 
 pytest.importorskip("safetensors")
 
-STEPS = 3
+STEPS = 2
 OPTIMIZER = {"lr": 1e-3, "clip": 0.05, "weight_decay": 0.1}  # it clips: the norm is over all experts
 
 
@@ -48,7 +48,7 @@ WAYS: list[tuple[str, int, dict[str, object]]] = [
     [
         ("float32", 1e-6, WAYS[:2]),
         pytest.param("float32", 1e-6, WAYS[2:], marks=pytest.mark.slow),
-        pytest.param("bfloat16", 5e-2, WAYS, marks=pytest.mark.slow),
+        pytest.param("bfloat16", 5e-2, WAYS[1:3], marks=pytest.mark.slow),
     ],
 )
 def test_experts_on_two_ranks_are_one_process(

@@ -142,14 +142,15 @@ def refused(rank: int, given: list[str], checkpoint: str | None = None, out: str
 def test_the_command_exports_what_was_drawn_here(tmp_path: Path) -> None:
     """A model of the trainer's own that is a llama; its end token is told to engines.
 
-    May take twenty seconds: the command starts twice, once on two ranks, and imports torch and Megatron each time.
+    May take twenty seconds: the command starts on two ranks, which import torch and Megatron.
     """
     sizes = {"layers": 2, "hidden": 16, "heads": 2, "position": "rope", "gated": True}
-    run_world(1, train_rows, arguments(tmp_path / "run", tmp_path, model=sizes))
+    given = arguments(tmp_path / "run", tmp_path, model=sizes)
+    run_world(1, train_rows, given)
     checkpoint, out = tmp_path / "run/checkpoints/step_000002", tmp_path / "out"
     done = command("export", str(checkpoint), str(out), "--parallel.tensor", "2", ranks=2)
     assert done.returncode == 0 and "wrote" in done.stdout, done.stderr
     config = json.loads((out / "config.json").read_text())
     assert (config["model_type"], config["eos_token_id"], config["vocab_size"]) == ("llama", 2, 15)
-    again = command("export", str(checkpoint), str(out))
-    assert again.returncode == 2 and "exists already and is not overwritten" in again.stderr
+    [again] = run_world(1, refused, given, str(checkpoint), str(out))
+    assert "exists already and is not overwritten" in again

@@ -77,14 +77,17 @@ def test_a_pair_that_stands_still_is_named_when_the_gate_closes(tmp_path: Path) 
 
 
 LAYOUTS = [
-    ["--parallel={tensor: 2, context: 2}", "--batch={packing: true, share_prefixes: true, micro_batch_size: 4}"],
-    ["--parallel={context: 2, pipeline: 2}", "--batch={packing: true, micro_batch_size: 4}"],
-    ["--parallel={tensor: 2}", "--model.fused_head=true", "--sampling={top_k: 9}", "--rl.loss={name: policy}"],
-    [
-        "--parallel={tensor: 2, context: 2}",
-        "--model.fused_head=true",
-        "--batch={packing: true, share_prefixes: true, micro_batch_size: 4}",
-    ],
+    (4, ["--parallel={tensor: 2, context: 2}", "--batch={packing: true, share_prefixes: true, micro_batch_size: 4}"]),
+    (4, ["--parallel={context: 2, pipeline: 2}", "--batch={packing: true, micro_batch_size: 4}"]),
+    (2, ["--parallel={tensor: 2}", "--model.fused_head=true", "--sampling={top_k: 9}", "--rl.loss={name: policy}"]),
+    (
+        2,
+        [
+            "--parallel={context: 2}",
+            "--model.fused_head=true",
+            "--batch={packing: true, share_prefixes: true, micro_batch_size: 4}",
+        ],
+    ),
 ]
 LOCAL = "--rl.loss={name: doc_local_mean}"
 
@@ -107,13 +110,13 @@ def _losses(rank: int, overrides: list[str]) -> tuple[list[str], bool]:
 
 
 @pytest.mark.parametrize(
-    "overrides",
-    [LAYOUTS[0], *(pytest.param(layout, marks=pytest.mark.slow) for layout in LAYOUTS[1:])],
+    ("world", "overrides"),
+    [LAYOUTS[0], *(pytest.param(*layout, marks=pytest.mark.slow) for layout in LAYOUTS[1:])],
     ids=["tensor, context, trees", "pipeline, packed", "fused head, truncated", "fused head, trees"],
 )
-def test_the_losses_of_a_run_pass_on_its_groups_which_it_keeps(overrides: list[str]) -> None:
+def test_the_losses_of_a_run_pass_on_its_groups_which_it_keeps(world: int, overrides: list[str]) -> None:
     """A second set of groups would be a second set of NCCL communicators."""
-    for names, kept in run_world(4, _losses, overrides):
+    for names, kept in run_world(world, _losses, overrides):
         assert names[1:] == ["nll"] and names[0] in ("clipped_pg", "policy") and kept
 
 

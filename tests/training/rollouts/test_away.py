@@ -44,7 +44,8 @@ def _ending(number: int, then: Callable[[], None], answers: Answer) -> tuple[Ans
     return ends, found
 
 
-@pytest.mark.parametrize("away", ["rollouts", pytest.param("rewards", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("away", ["rollouts", "rewards"])
 def test_the_run_is_saved_to_be_queued_again_and_goes_on_to_the_same_bits(away: str, tmp_path: Path) -> None:
     """The server ends in the middle of four steps: for good, or until a stop is asked for. There is no checkpoint yet."""
     run, job, layout = tmp_path / "run", tmp_path / "job", "DP 2"

@@ -8,7 +8,6 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -81,8 +80,7 @@ def test_weights_go_out_before_each_step(
     ("layout", "tells"),
     [
         ("one process", True),
-        ("one process", False),
-        *(pytest.param(layout, False, marks=pytest.mark.slow) for layout in ("TP 2", "DP 2")),
+        *(pytest.param(layout, False, marks=pytest.mark.slow) for layout in ("one process", "TP 2", "DP 2")),
     ],
 )
 def test_a_server_that_was_restarted_is_noticed(layout: str, tells: bool, tmp_path: Path, plain: list) -> None:
@@ -134,11 +132,10 @@ def test_a_trainer_that_goes_on_sends_its_weights_before_it_asks(tmp_path: Path)
     assert loads[0] < asked[0] and not old & {Path(path).name for path in engine.read}
 
 
-@pytest.mark.parametrize("layout", [pytest.param("one process", marks=pytest.mark.slow), "DP 2"])
-def test_evaluations_go_through_the_server(layout: str, tmp_path: Path, held_out: dict[str, object]) -> None:
+def test_evaluations_go_through_the_server(tmp_path: Path, held_out: dict[str, object]) -> None:
     """Each by the weights of its step, with draws of its own; and training is what it is without them."""
     with serve_engine(EngineServer()) as server:
-        rows = in_step(tmp_path / "with", server, layout, **held_out)
+        rows = in_step(tmp_path / "with", server, "DP 2", **held_out)
         drawn = sum(path == COMPLETE for path in server.paths)
     assert drawn == 3 * SAMPLES + 4 * HELD_OUT * 4 + 1  # before, after each step; no sampler of the trainer's
     names = [name for name in rows[0] if name.startswith("held_out")]
@@ -154,7 +151,7 @@ def test_evaluations_go_through_the_server(layout: str, tmp_path: Path, held_out
         assert mean == pytest.approx(row["held_out_reward"])
     assert len({row["held_out_reward"] for row in rows}) > 1
     with serve_engine(EngineServer()) as server:
-        plain = in_step(tmp_path / "without", server, layout)
+        plain = in_step(tmp_path / "without", server, "DP 2")
     assert [{name: value for name, value in row.items() if name not in names} for row in rows] == plain
 
 
@@ -170,7 +167,7 @@ def test_greedy_answers_come_from_the_server(tmp_path: Path) -> None:
 def test_students_rows_come_from_the_server(tmp_path: Path) -> None:
     """On-policy distillation, of the weights of each step."""
     with serve_engine(EngineServer()) as server:
-        in_step(tmp_path / "teacher", server, run__checkpoint_every=1)
+        in_step(tmp_path / "teacher", server, rl__steps=1)
         before = len(server.requests)
         given = {name: value for name, value in {**SMALL, **LLAMA}.items() if not name.startswith("rl__")}
         given |= {"run__dir": tmp_path / "student", "parallel": "{}", "rl": "null"}
@@ -186,7 +183,7 @@ def test_students_rows_come_from_the_server(tmp_path: Path) -> None:
     assert sum("kwargs" in body for body in requests) == 3
 
 
-@contextmanager
+@pytest.fixture(scope="module")
 def own_server() -> Iterator[Server]:
     """examples/serve_policy.py: a server that draws from the very weights that it was told to load, from its own before."""
     config = run("grpo_from_server.yaml", run__seed=5, rl__server__model="tiny")
@@ -229,29 +226,23 @@ def drift(rows: list[dict]) -> list[float]:
 
 
 @pytest.mark.slow
-def test_the_server_has_the_trainers_weights(tmp_path: Path) -> None:
+def test_the_server_has_the_trainers_weights(tmp_path: Path, own_server: Server) -> None:
     """With real weights and log-probs, which come from another seed's model before the first update."""
-    with own_server() as server:
-        options = "update: vllm, batch_size: 16, max_mismatch: 1e-3"
-        rows = in_step(tmp_path / "kept", server, "TP 2", options, **SEVENS)
-        assert max(drift(rows)) < 1e-5 and max(row["mismatch"] for row in rows) < 1e-5
-        options = "update: sglang, batch_size: 16, update_every: 9"
-        faster = {**SEVENS, "rl__optimizer": "{lr: 2e-2}"}
-        left_out = drift(in_step(tmp_path / "left_out", server, "one process", options, **faster))
+    options = "update: vllm, batch_size: 16, max_mismatch: 1e-3"
+    rows = in_step(tmp_path / "kept", own_server, "TP 2", options, **SEVENS)
+    assert max(drift(rows)) < 1e-5 and max(row["mismatch"] for row in rows) < 1e-5
+    options = "update: sglang, batch_size: 16, update_every: 9"
+    faster = {**SEVENS, "rl__optimizer": "{lr: 2e-2}"}
+    left_out = drift(in_step(tmp_path / "left_out", own_server, "one process", options, **faster))
     assert left_out[0] < 1e-5 and min(left_out[1:]) > 0.05
 
 
 @pytest.mark.slow
-def test_a_policy_learns_from_its_own_server(tmp_path: Path) -> None:
-    """Takes half a minute: two runs of twelve steps, until the reward is learned, each with a real server's samples."""
+def test_a_policy_learns_from_its_own_server(tmp_path: Path, own_server: Server) -> None:
+    """Takes ten seconds: twelve steps, until the reward is learned, with a real server's samples."""
     options = "update: sglang, batch_size: 16"
-    with own_server() as server:
-        rows = in_step(tmp_path / "one", server, "one process", options, **{**SEVENS, "rl__steps": 12})
-        packed = in_step(tmp_path / "two", server, "TP 2 × CP 2 × SP packed", options, **{**SEVENS, "rl__steps": 3})
-        ahead = in_step(
-            tmp_path / "ahead", server, "one process", f"{options}, ahead: 1", **{**SEVENS, "rl__steps": 12}
-        )
-    assert max(drift(rows)) < 1e-5 and max(drift(packed)) < 1e-5 and max(drift(ahead)) > 1e-3
-    for row in (rows[-1], ahead[-1]):
-        assert row["reward"] >= 0.9 > rows[0]["reward"]
-    assert [row["staleness_max"] for row in ahead] == [0] + [2] * 11
+    rows = in_step(tmp_path / "one", own_server, "one process", options, **{**SEVENS, "rl__steps": 12})
+    ahead = in_step(tmp_path / "ahead", own_server, "one process", f"{options}, ahead: 1", **SEVENS)
+    assert max(drift(rows)) < 1e-5 and max(drift(ahead)) > 1e-3
+    assert rows[-1]["reward"] >= 0.9 > rows[0]["reward"]
+    assert [row["staleness_max"] for row in ahead] == [0, 2, 2]

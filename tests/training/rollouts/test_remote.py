@@ -185,7 +185,6 @@ def test_a_failure_is_one_on_every_rank(layout: str, tmp_path: Path) -> None:
     [
         ("one process", ("one process",)),
         pytest.param("DP 2", ("DP 2", "one process", "TP 2"), marks=pytest.mark.slow),
-        pytest.param("TP 2", ("TP 2", "DP 2"), marks=pytest.mark.slow),
     ],
 )
 def test_a_restart_trains_on_what_was_in_flight(layout: str, others: tuple[str, ...], tmp_path: Path) -> None:
