@@ -7,6 +7,7 @@ import gc
 import io
 import json
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -175,7 +176,9 @@ def test_a_world_that_does_not_match_is_an_error_on_every_rank(tmp_path: Path) -
         f"parallel-rl: error (rank {rank}): the world has 2 ranks; parallel.tensor 2 × context 2" for rank in range(2)
     ]
     line = [sys.executable, "-m", "parallel_rl.cli", "train", GRPO, "--run.dir", str(tmp_path)]
-    job = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29511"}
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    job = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     # not by torchrun, which on a busy machine ends a rank before it has printed, since another has failed
     ranks = [
         subprocess.Popen(
