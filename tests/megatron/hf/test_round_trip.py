@@ -67,7 +67,7 @@ def test_the_loop_of_the_page_runs(tmp_path: Path) -> None:
     folder, out = write_folder("qwen3", tmp_path / "qwen3"), tmp_path / "out"
     code = code.replace("/models/Qwen3-0.6B", str(folder)).replace("out/step_100", str(out)).replace("pp=2", "pp=1")
     (tmp_path / "loop.py").write_text(f"send = lambda name, tensor: print(name, flush=True)\n{code}")
-    run = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1", tmp_path / "loop.py"]
+    run = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", tmp_path / "loop.py"]
     settings = {**os.environ, "OMP_NUM_THREADS": "1", **UNCOMPILED}
     done = subprocess.run(run, cwd=ROOT, env=settings, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
