@@ -115,9 +115,12 @@ def test_losses_on_tokens(name: str, token_world: tuple[str, list[dict[str, tupl
     assert floats(reduced) == pytest.approx(floats(metrics), rel=1e-10, abs=1e-12) and floats(reduced) == floats(again)
 
 
-@pytest.mark.parametrize("name", [name for name in token_cases() if "chord" not in name])
+@pytest.mark.parametrize(
+    "name",
+    [name for name in token_cases() if "chord" not in name and not name.endswith((" seq-mean-token-mean", "norm"))],
+)
 def test_nothing_reads_a_value(name: str) -> None:
-    """On the meta device there are no values; CHORD alone reads one, the number of its step."""
+    """On the meta device there are no values; CHORD alone reads one, the number of its step. Each class in its first mode."""
     data = {key: value.to("meta") for key, value in responses(0).items()}
     counts = dict.fromkeys(("global_valid_seqs", "global_valid_toks"), torch.ones((), device="meta"))
     watch = Watch()

@@ -16,7 +16,7 @@ from tests.compat.test_law_tokens import token_cases
 
 
 @pytest.mark.parametrize("name", token_cases())
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=4, deadline=None)
 @given(st.data())
 def test_splits_and_orders(name: str, data: st.DataObject) -> None:
     case, whole = token_cases()[name], responses(data.draw(st.integers(0, 3)))

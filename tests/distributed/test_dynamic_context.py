@@ -99,7 +99,7 @@ def _packed(loss_fn, piece: Piece):
     return loss_fn if true is None else SequencePackingLossWrapper(loss_fn, true, piece.cu_seqlens_padded)
 
 
-@pytest.mark.parametrize("packing", ["padded", "packed+padding"])
+@pytest.mark.parametrize("packing", [pytest.param("padded", marks=pytest.mark.slow), "packed+padding"])
 def test_context_groups_of_one_two_and_four_ranks_in_one_step(packing: str) -> None:
     """Token, sequence, pair, prompt and order statistics: a count or a factor of a fixed context size shows here alone."""
     trials = []

@@ -61,7 +61,7 @@ def _data() -> dict[str, Tensor]:
 
 
 def _train(rank: int, tp: int, name: str) -> list[dict[str, Tensor]]:
-    """Losses, and every gradient whole, of three steps of SGD with two micro-batches a data rank."""
+    """Losses, and every gradient whole, of two steps of SGD with two micro-batches a data rank."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor import Shard
@@ -87,7 +87,7 @@ def _train(rank: int, tp: int, name: str) -> list[dict[str, Tensor]]:
     mine = {key: field[groups.dp_rank * size :][:size] for key, field in _data().items()}
     batches = [{key: field[start : start + size // 2] for key, field in mine.items()} for start in (0, size // 2)]
     counts, steps = count_valid(batches, groups.data), []
-    for _ in range(3):
+    for _ in range(2):
         optimizer.zero_grad()
         total = torch.zeros((), dtype=torch.float64)
         for batch in batches:
@@ -104,7 +104,7 @@ def _train(rank: int, tp: int, name: str) -> list[dict[str, Tensor]]:
 
 @pytest.mark.parametrize("name", ["grpo", pytest.param("dpo", marks=pytest.mark.slow)])
 def test_two_tensor_ranks_and_two_shards_train_as_one_process(name: str) -> None:
-    """A data rank without a valid token in a micro-batch, an uneven vocabulary, and three steps, so that an error grows."""
+    """A data rank without a valid token in a micro-batch, an uneven vocabulary, and two steps, so that an error grows."""
     [want] = run_world(1, _train, 1, name)
     for found in run_world(4, _train, 2, name):
         for step, of_one in zip(found, want, strict=True):

@@ -20,33 +20,45 @@ from tests.distributed import law, law_references
 
 preload("parallel_rl", "tests.distributed.law")
 
-TIERS = {"core": law.CORE, "more": law.MORE, "truncated": law.TRUNCATED, "recipes": law.RECIPES}
+TIERS = {
+    "core": law.CORE, "half of core": law.CORE[::2], "more": law.MORE, "truncated": law.TRUNCATED,
+    "ways to truncate": law.TRUNCATED[:4], "recipes": law.RECIPES,
+}  # fmt: skip
 
 
-# of the 36 layouts of four ranks: each pair of two settings (sizes, packing, micro-batches, cut of the context) in one of them
+# of the 36 layouts of four ranks: each pair of two settings (sizes, packing, micro-batches, cut of the context) in one of them;
+# every third of them together has each setting
 PAIRS = (
     "tp2.cp2.dp1.packed+padding.mb3.zigzag", "tp2.cp2.dp1.packed.mb1.zigzag", "tp2.cp2.dp1.padded.mb1.contiguous",
-    "tp1.cp2.dp2.packed+padding.mb1.contiguous", "tp1.cp2.dp2.packed.mb3.contiguous", "tp1.cp2.dp2.padded.mb3.zigzag",
-    "tp2.cp1.dp2.packed+padding.mb3.zigzag", "tp2.cp1.dp2.packed.mb1.zigzag", "tp2.cp1.dp2.padded.mb3.zigzag",
-    "tp4.cp1.dp1.packed+padding.mb1.zigzag", "tp4.cp1.dp1.packed.mb3.zigzag", "tp4.cp1.dp1.padded.mb1.zigzag",
+    "tp1.cp2.dp2.packed.mb3.contiguous", "tp1.cp2.dp2.packed+padding.mb1.contiguous", "tp1.cp2.dp2.padded.mb3.zigzag",
+    "tp2.cp1.dp2.packed.mb1.zigzag", "tp2.cp1.dp2.padded.mb3.zigzag", "tp2.cp1.dp2.packed+padding.mb3.zigzag",
+    "tp4.cp1.dp1.padded.mb1.zigzag", "tp4.cp1.dp1.packed+padding.mb1.zigzag", "tp4.cp1.dp1.packed.mb3.zigzag",
 )  # fmt: skip
 
 
 class Run(NamedTuple):
-    """The cases of a tier on layouts of a world: `PAIRS`, or the first `number` (None: all), without the first `skipped`."""
+    """The cases of a tier on layouts of a world: `PAIRS`, or the first `number` (None: all), without the first `skipped`.
+
+    Case i runs on each `step`-th of these layouts, from layout i modulo `step`.
+    """
 
     tier: str
     world: int
     number: int | str | None = None
     skipped: int = 0
+    step: int = 1
 
     @property
     def layouts(self) -> list[layouts.Layout]:
         if isinstance(self.number, str):
-            chosen = [layout for layout in layouts.layouts(self.world) if layout.name in PAIRS]
+            of_name = {layout.name: layout for layout in layouts.layouts(self.world)}
+            chosen = [of_name[name] for name in PAIRS]
         else:
             chosen = layouts.layouts(self.world, self.number)
         return chosen[self.skipped :]
+
+    def layouts_of(self, case: Case) -> list[layouts.Layout]:
+        return self.layouts[TIERS[self.tier].index(case) % self.step :: self.step]
 
 
 @dataclass(frozen=True)
@@ -71,19 +83,20 @@ def _truths(tier: str, setting: Setting) -> dict[str, Trial]:
 
 @cache
 def _outcomes(run: Run, setting: Setting) -> dict[str, dict[str, list[Outcome]]]:
-    """case → layout → an outcome a rank; one run of a world serves all of its cases."""
-    given = list(_truths(run.tier, setting).values())
-    per_rank = run_world(run.world, check_world, run.layouts, given, setting.dtype, timeout=600)
+    """case → layout → an outcome a rank; one run of a world serves all cases of the same layouts."""
+    trials = list(_truths(run.tier, setting).values())
     found: dict[str, dict[str, list[Outcome]]] = {}
-    for entries in zip(*per_rank, strict=True):
-        case, layout, _ = entries[0]
-        found.setdefault(case, {})[layout] = [outcome for _, _, outcome in entries]
+    for first in range(run.step):
+        given = run.layouts[first :: run.step], trials[first :: run.step], setting.dtype
+        for entries in zip(*run_world(run.world, check_world, *given, timeout=600), strict=True):
+            case, layout, _ = entries[0]
+            found.setdefault(case, {})[layout] = [outcome for _, _, outcome in entries]
     return found
 
 
 def _assert_law(case: Case, run: Run, setting: Setting, tolerance: float) -> None:
     found = _outcomes(run, setting)[case.name]
-    assert len(found) == len(run.layouts)
+    assert [*found] == [layout.name for layout in run.layouts_of(case)]
     assert list_faults(_truths(run.tier, setting)[case.name], found, tolerance) == []
 
 
@@ -100,41 +113,42 @@ def _runs(*fast: Run, slow: tuple[Run, ...] = ()) -> pytest.MarkDecorator:
 
 
 @_runs(
-    Run("core", 4, 1), Run("truncated", 4, 1), Run("recipes", 1, 6, skipped=5),
+    Run("core", 4, 1), Run("ways to truncate", 4, 1), Run("recipes", 1, 6, skipped=5),
     slow=(
-        Run("core", 1), Run("core", 4, "pairs", skipped=1), Run("core", 8, 1), Run("more", 4, 3),
-        Run("truncated", 4, 4, skipped=1), Run("recipes", 4, 2),
+        Run("core", 4, "pairs", skipped=1, step=3), Run("half of core", 8, 1), Run("more", 4, 3, step=3),
+        Run("truncated", 4, 4, step=2), Run("recipes", 4, 2, step=2),
     ),
 )  # fmt: skip
 def test_float64(case: Case, run: Run) -> None:
-    """The first case of a run launches the world that serves them all, up to half a minute.
+    """The first case of a run launches the worlds that serve them all, up to ten seconds.
 
-    A loss meets each pair of settings of a layout; its further options each setting, on layouts that the quick run has not.
+    A loss meets each setting of a layout, and each pair of settings meets a third of the losses; further options meet one
+    layout here and another one in the next test. One process is held by `test_float32`.
     """
     _assert_law(case, run, Setting(), 1e-10)
 
 
 @_runs(
-    Run("core", 4, 2, skipped=1),
-    slow=(Run("core", 4, 3, skipped=2), Run("more", 4, 2, skipped=1), Run("truncated", 4, 3, skipped=1)),
+    Run("core", 4, 3, skipped=1, step=2),
+    slow=(Run("more", 4, 2, skipped=1), Run("truncated", 4, 3, skipped=1, step=2)),
 )
 def test_a_masked_data_rank(case: Case, run: Run) -> None:
     """Half of the rows: all those of the second data rank, which the first layout lacks."""
     _assert_law(case, run, Setting(half_masked=True), 1e-10)
 
 
-@_runs(Run("core", 1), slow=(Run("truncated", 1),))
+@_runs(Run("core", 1, step=3), slow=(Run("truncated", 1, step=3),))
 def test_float32(case: Case, run: Run) -> None:
     """One process; on several ranks float32 meets the harder logits of the next test."""
     _assert_law(case, run, Setting(dtype=torch.float32), 1e-5)
 
 
-@_runs(slow=(Run("core", 4, 2), Run("more", 4, 1)))
+@_runs(slow=(Run("core", 4, 2, step=2),))
 def test_float32_with_logits_far_from_zero(case: Case, run: Run) -> None:
     _assert_law(case, run, Setting(dtype=torch.float32, shift=300.0), 1e-5)
 
 
-@_runs(slow=(Run("core", 4, 2),))
+@_runs(slow=(Run("core", 4, 2, step=2),))
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
 def test_low_precision_logits(case: Case, run: Run, dtype: torch.dtype) -> None:
     """Against the float64 oracle of the same rounded logits: at most twice the error of one process that holds them whole."""
@@ -159,6 +173,8 @@ def test_each_pair_of_settings_is_in_a_layout() -> None:
         for found in (layouts.layouts(4), Run("core", 4, "pairs").layouts)
     )
     assert chosen == every and len(PAIRS) == 12
+    each = set().union(*map(_settings, layouts.layouts(4)))
+    assert all(set().union(*map(_settings, Run("core", 4, "pairs").layouts[first::3])) == each for first in range(3))
 
 
 def test_every_registered_loss_is_checked() -> None:

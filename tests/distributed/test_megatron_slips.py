@@ -321,7 +321,7 @@ _WARNED = {  # on the first rank
 }
 
 
-@pytest.mark.parametrize("layout", ["tp", "cp", "pp", "dp"])
+@pytest.mark.parametrize("layout", ["tp", "cp", "pp", pytest.param("dp", marks=pytest.mark.slow)])
 def test_each_slip_is_named_on_both_ranks(layout: Layout) -> None:
     advice = {"tp": _TENSOR, "pp": _TENSOR, "cp": _CONTEXT, "dp": ""}
     step = (

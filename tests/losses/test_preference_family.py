@@ -217,7 +217,7 @@ def test_a_masked_row_takes_its_pair_with_it() -> None:
 pair_orders = st.permutations(range(ROWS // 2))
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(
     case=st.sampled_from(CASES), order=pair_orders, cuts=st.sets(st.integers(1, ROWS // 2 - 1)), seed=st.integers(0, 99)
 )

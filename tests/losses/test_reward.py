@@ -100,7 +100,7 @@ def test_against_a_second_expression(config: dict[str, Any]) -> None:
     torch.testing.assert_close(got.gradient, leaf.grad, rtol=1e-12, atol=1e-16)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(order=st.permutations(range(ROWS // 2)), cuts=st.sets(st.integers(1, ROWS // 2 - 1)), pool=st.booleans())
 def test_the_order_of_pairs_and_their_micro_batches_change_nothing(
     order: list[int], cuts: set[int], pool: bool

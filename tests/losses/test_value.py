@@ -115,7 +115,7 @@ def test_nothing_valid_is_an_exact_connected_zero(config: dict[str, Any]) -> Non
     assert got.loss == 0 and not got.gradient.any()
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(
     order=st.permutations(range(ROWS)),
     cuts=st.sets(st.integers(1, ROWS - 1)),

@@ -70,7 +70,7 @@ FIELDS: dict[str, tuple[Change, str]] = {
     "a scored id beyond the tokens": (_scored("input_ids", VOCAB), "lies outside the"),
 }  # fmt: skip
 #: of a callback: one of each look, at shapes, kinds and values of fields and ids; each needs process groups of its own
-CALLBACKS = ("a mask of one column", "a list", "short ids", "NaN", "a gradient", "a scored id beyond the tokens")
+CALLBACKS = ("a mask of one column", "a list", "NaN", "a scored id beyond the tokens")
 #: seen where the library makes the model's input
 INPUTS: dict[str, tuple[Change, str]] = {
     "a label of nothing": (_at("input_ids", -100, 0), "input_ids = -100 at [0, 0] lies outside the model's vocabulary"),
@@ -231,7 +231,9 @@ def _made_in_evaluation(model: torch.nn.Module) -> str:
         )
 
 
-@pytest.mark.parametrize("sizes", [{"pp": 2}, {"cp": 2}], ids=["pp", "cp"])
+@pytest.mark.parametrize(
+    "sizes", [pytest.param({"pp": 2}, id="pp"), pytest.param({"cp": 2}, id="cp", marks=pytest.mark.slow)]
+)
 def test_a_callback_names_what_its_loss_cannot_read_on_every_stage(sizes: dict[str, int]) -> None:
     """And a function around it that changes the gradient, which no metric shows."""
     ranks = run_world(2, _of_callbacks, sizes)

@@ -28,10 +28,14 @@ from tests.prefix_tree.law import ALONE, Cut, Truth, check_cuts, run_tree, truth
 
 preload("tests.prefix_tree.law")
 
-CASES = [*law.CASES, *law.TRUNCATED]
+# recipes join options that the other cases have
+CASES = [*law.CORE, *law.MORE, *law.TRUNCATED]
 MORE = [case for case in CASES if case not in law.CORE]  # further options of its losses
 # a loss that keeps or rewrites logits, a scalar head and an option that hidden states do not have
-OF_HEADS = [case for case in law.CASES if not has_scalar_head(case.loss) and "consume_logits" not in case.options]
+OF_HEADS = [
+    case for case in (*law.CORE, *law.MORE) if not has_scalar_head(case.loss) and "consume_logits" not in case.options
+]
+CORE_HEADS = [case for case in law.CORE if case in OF_HEADS]
 CUTS = [Cut(2, 2), Cut(2, 2, "contiguous"), Cut(1, 4), Cut(1, 4, "contiguous"), Cut(4, 1)]
 HEADS = [Cut(2, 2, head=True), Cut(2, 2, "contiguous", head=True, sequence_parallel=True)]
 
@@ -41,12 +45,7 @@ def truth_of(case_name: str, seed: int, head: bool) -> Truth:
     return truth(next(case for case in CASES if case.name == case_name), seed, head=head)
 
 
-@pytest.mark.parametrize(
-    "case",
-    # recipes join options that the other cases have
-    [pytest.param(case, marks=pytest.mark.slow if case in law.RECIPES else ()) for case in CASES],
-    ids=lambda case: case.name,
-)
+@pytest.mark.parametrize("case", law.one_of_each(CASES), ids=lambda case: case.name)
 def test_logits(case: Case) -> None:
     for seed in (5, 6) if case in law.CORE else (5,):
         assert run_tree(truth_of(case.name, seed, head=False), Cut(1, 1), ALONE) == []
@@ -78,10 +77,8 @@ def test_cuts(cases: list[Case], cuts: list[Cut]) -> None:
 @pytest.mark.parametrize(
     ("cases", "cuts"),
     [
-        pytest.param([case for case in law.CORE if case in OF_HEADS], HEADS[1:], id="core"),
-        pytest.param(
-            [case for case in law.CORE if case in OF_HEADS], HEADS[:1], id="core, zigzag", marks=pytest.mark.slow
-        ),
+        pytest.param(CORE_HEADS[::2], HEADS[1:], id="core"),
+        pytest.param(CORE_HEADS, HEADS[:1], id="core, zigzag", marks=pytest.mark.slow),
         pytest.param([case for case in MORE if case in OF_HEADS], HEADS[1:], id="more", marks=pytest.mark.slow),
     ],
 )

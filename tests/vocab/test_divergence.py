@@ -66,7 +66,7 @@ def value_of(divergence: dict, teacher: list[float], student: list[float]) -> fl
     return divergence_of_shards(q, p, keep, chosen, VocabShard(0, VOCAB, VOCAB, backend="eager")).item()
 
 
-@settings(deadline=None, max_examples=50)
+@settings(deadline=None, max_examples=20)
 @given(LOGITS, LOGITS)
 def test_divergences_are_divergences(teacher: list[float], student: list[float]) -> None:
     """0 of equal distributions, never negative, and bounded as their papers say."""
@@ -87,7 +87,7 @@ def test_divergences_are_divergences(teacher: list[float], student: list[float])
 NEAR = st.lists(st.floats(-6, 6, width=32), min_size=VOCAB, max_size=VOCAB)
 
 
-@settings(deadline=None, max_examples=50)
+@settings(deadline=None, max_examples=20)
 @given(NEAR, NEAR, st.integers(1, VOCAB))
 def test_the_bucket_is_a_lower_bound(teacher: list[float], student: list[float], k: int) -> None:
     """To what 1 − Σ leaves of a tail of 1e-6."""

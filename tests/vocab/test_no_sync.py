@@ -75,8 +75,7 @@ def test_statistics(truncation: str, dtype: torch.dtype, temperature: float | st
 
 
 @pytest.mark.skipif(find_spec("triton") is None, reason="no Triton")
-@pytest.mark.parametrize("per_row", [False, True])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("dtype", "per_row"), [*zip(DTYPES, (False, True), strict=True)], ids=str)
 @pytest.mark.parametrize("truncation", ["top-k", "top-p", "both"])
 def test_kernels_read_a_shard_twice(
     truncation: str, dtype: torch.dtype, per_row: bool, monkeypatch: pytest.MonkeyPatch
@@ -142,8 +141,7 @@ def test_columns_and_divergences(reader: str, dtype: torch.dtype) -> None:
     watched(lambda: READERS[reader](on_device(N, V, dtype=dtype).requires_grad_() * 1))
 
 
-@pytest.mark.parametrize("rows", [None, 7])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("dtype", "rows"), [*zip(DTYPES, (None, 7), strict=True)], ids=str)
 @pytest.mark.parametrize(
     ("mode", "objective"),
     [

@@ -180,15 +180,21 @@ def _draw(rank: int, split: str, temperature: float, dtype: torch.dtype) -> tupl
     return tokens, torch.equal(tokens, one), collectives.count("_allgather_base_")
 
 
+SPLITS = ("chunk", "padded", "explicit")
+DRAWS = ((1.0, torch.float32), (0.0, torch.float32), (0.7, torch.bfloat16))
+
+
+def _draws(rank: int) -> list[tuple[torch.Tensor, bool, int]]:
+    return [_draw(rank, split, *draw) for split in SPLITS for draw in DRAWS]
+
+
 @pytest.mark.parametrize("size", [2, 4])
-@pytest.mark.parametrize("split", ["chunk", "padded", "explicit"])
-def test_shards_draw_what_one_process_draws(size: int, split: str) -> None:
-    for temperature, dtype in ((1.0, torch.float32), (0.0, torch.float32), (0.7, torch.bfloat16)):
-        results = run_world(size, _draw, split, temperature, dtype)
-        for tokens, same, gathers in results:
+def test_shards_draw_what_one_process_draws(size: int) -> None:
+    for first, *others in zip(*run_world(size, _draws), strict=True):
+        for tokens, same, gathers in (first, *others):
             assert same and gathers == 1
-            assert torch.equal(tokens, results[0][0])
-    assert results[0][0].unique().numel() > 20
+            assert torch.equal(tokens, first[0])
+    assert first[0].unique().numel() > 20
 
 
 # ---------------------------------------------------------------- bad input
@@ -275,13 +281,16 @@ def _draw_truncated(rank: int, split: str, rule: dict) -> tuple[torch.Tensor, bo
     return tokens, torch.equal(tokens, sample_tokens(logits, _keys(200), temperature=1.3, **rule))
 
 
+def _truncated_draws(rank: int) -> list[tuple[torch.Tensor, bool]]:
+    """Each rule on one split."""
+    return [_draw_truncated(rank, *case) for case in zip(SPLITS, TRUNCATIONS, strict=True)]
+
+
 @pytest.mark.parametrize("size", [2, 4])
-@pytest.mark.parametrize("split", ["chunk", "padded", "explicit"])
-def test_shards_draw_the_same_truncated_tokens(size: int, split: str) -> None:
-    for rule in TRUNCATIONS:
-        results = run_world(size, _draw_truncated, split, rule)
-        for tokens, same in results:
-            assert same and torch.equal(tokens, results[0][0])
+def test_shards_draw_the_same_truncated_tokens(size: int) -> None:
+    for first, *others in zip(*run_world(size, _truncated_draws), strict=True):
+        for tokens, same in (first, *others):
+            assert same and torch.equal(tokens, first[0])
 
 
 @pytest.mark.parametrize(

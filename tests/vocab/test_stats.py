@@ -60,8 +60,14 @@ def test_against_dense_float64(dtype: torch.dtype, tolerance: float, backend: Ba
         assert error(value, want) < tolerance
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("dtype", "backend"),
+    [
+        (torch.bfloat16, "eager"),
+        (torch.float16, "eager"),
+        pytest.param(torch.bfloat16, "compiled", marks=pytest.mark.slow),
+    ],
+)
 def test_low_precision_is_no_worse_than_dense_on_the_same_logits(dtype: torch.dtype, backend: Backend) -> None:
     logits, targets, upstream = make(dtype)
     z = logits.to(dtype, copy=True).requires_grad_()
@@ -109,7 +115,6 @@ def test_temperature(per_token: bool, backend: Backend) -> None:
         (torch.float32, "eager", "eager"),
         (torch.bfloat16, "eager", "eager"),
         pytest.param(torch.float32, "eager", "compiled", marks=pytest.mark.slow),
-        pytest.param(torch.float32, "compiled", "compiled", marks=pytest.mark.slow),
         pytest.param(torch.bfloat16, "compiled", "compiled", marks=pytest.mark.slow),
     ],
 )
@@ -233,19 +238,19 @@ def shard_case(rank: int, split: str, dtype: torch.dtype, shift: float, backend:
 
 
 def shard_cases(rank: int, backend: Backend) -> dict[tuple, dict[str, Tensor]]:
-    dtypes = [(torch.float64, 0.0), (torch.float32, 300.0), (torch.bfloat16, 0.0)]
+    splits, dtypes = [*SPLITS], [(torch.float64, 0.0), (torch.float32, 300.0), (torch.bfloat16, 0.0)]
     if backend == "compiled":  # both ranks build each width and dtype; one process above builds each dtype
-        dtypes = dtypes[1:2]
+        splits, dtypes = ["padded"], dtypes[1:2]
     return {
         (split, dtype, shift): {name: t.detach() for name, t in shard_case(rank, split, dtype, shift, backend).items()}
-        for split in SPLITS
+        for split in splits
         for dtype, shift in dtypes
     }
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_two_ranks_give_what_one_gives(backend: Backend) -> None:
-    """Compiled, it may take half a minute where nothing is cached: two ranks build C++ for every width."""
+    """Compiled, it may take ten seconds where nothing is cached: two ranks build C++."""
     first, second = run_world(2, shard_cases, backend, timeout=300)
     for (split, dtype, shift), mine in first.items():
         other = second[split, dtype, shift]

@@ -10,6 +10,5 @@ pytest.importorskip("triton")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("cases", ["traps", "threshold"])
-def test_under_the_interpreter(cases: str) -> None:
-    check_cases(cases)
+def test_under_the_interpreter() -> None:
+    check_cases("traps", "threshold")

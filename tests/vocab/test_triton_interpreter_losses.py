@@ -10,6 +10,6 @@ pytest.importorskip("triton")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("cases", ["kernels", "operators", "head", "ranks", "law"])
-def test_under_the_interpreter(cases: str) -> None:
-    check_cases(cases)
+@pytest.mark.parametrize("cases", [("kernels", "operators"), ("head", "ranks", "law")], ids=" ".join)
+def test_under_the_interpreter(cases: tuple[str, ...]) -> None:
+    check_cases(*cases)

@@ -87,12 +87,9 @@ def test_against_sorted_rows(rule: dict, dtype: torch.dtype, tolerance: float) -
     check([stats.logprobs, stats.entropy, stats.lse, leaf.grad], want, tolerance)
 
 
-@pytest.mark.parametrize(
-    "dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)], ids=["float32", "bfloat16"]
-)
 @pytest.mark.slow
-def test_the_compiled_search_finds_the_same_floors(dtype: torch.dtype) -> None:
-    z, _, _ = make(dtype)
+def test_the_compiled_search_finds_the_same_floors() -> None:
+    z, _, _ = make(torch.float32)
     read = VocabShard(0, V, V, temperature=0.8, truncation=Truncation(9, 0.8), backend="eager")
     floors = [kept_floor(z, shard) for shard in (read, replace(read, backend="compiled"))]
     assert torch.equal(*floors)

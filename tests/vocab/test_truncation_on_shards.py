@@ -49,9 +49,8 @@ def on_shards(rank: int, world: int, kind: str) -> dict[str, tuple]:
 @pytest.mark.parametrize(
     ("world", "kind"),
     [
-        *((2, kind) for kind in ("padded", "chunk", "named")),
-        (4, "chunk"),
-        *(pytest.param(4, kind, marks=pytest.mark.slow) for kind in ("padded", "named")),
+        *((2, kind) for kind in ("padded", "named")),
+        pytest.param(4, "chunk", marks=pytest.mark.slow),
     ],
 )
 def test_on_shards(world: int, kind: str) -> None:

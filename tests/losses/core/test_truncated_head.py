@@ -40,8 +40,7 @@ def truncated_batch(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, dic
     return hidden, weight, data
 
 
-@pytest.mark.parametrize("softcap", [None, 3.0])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("dtype", "softcap"), [(torch.float64, 3.0), (torch.bfloat16, None)], ids=str)
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("mode", ["in_forward", "resident", "recompute"])
 def test_a_truncated_policy(mode: LinearMode, rule: str, dtype: torch.dtype, softcap: float | None) -> None:

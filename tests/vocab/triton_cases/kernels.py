@@ -322,10 +322,10 @@ def test_errors_of_many_tokens_do_not_add_up(entropy: bool) -> None:
 
     Half of a row's mass lies c below its maximum, so that nearly nothing but the exponential's error is left in the mean.
     """
-    c = torch.linspace(6, 9, 512)
-    z = torch.zeros(512, 512)
+    c = torch.linspace(6, 9, 256)
+    z = torch.zeros(256, 512)
     z[:, 0] = c
-    targets = torch.zeros(512, dtype=torch.int64, device=DEVICE)
+    targets = torch.zeros(256, dtype=torch.int64, device=DEVICE)
     stats = token_stats(z.to(DEVICE), targets, entropy=entropy, backend="triton")
     log_p = z.double().log_softmax(1)
     assert abs((stats.logprobs.double().cpu() - log_p[:, 0]).mean().item()) < 2e-8

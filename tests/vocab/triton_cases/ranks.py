@@ -39,16 +39,19 @@ def shard_case(rank: int, tp: int, split: str, dtype: torch.dtype, shift: float)
     z = torch.full((T, width), torch.nan, dtype=dtype, device=DEVICE)
     z[:, :real] = logits[:, start : start + real]
     out = run(z, targets, upstream(T), "triton", group=dist.group.WORLD, vocab_size=vocab if sized else None)
-    again = run(z, targets, upstream(T), "triton", group=dist.group.WORLD, vocab_size=vocab if sized else None)
-    assert all(torch.equal(value, again[name]) for name, value in out.items()), "a repeat gives other bits"
+    if split == "chunk":
+        again = run(z, targets, upstream(T), "triton", group=dist.group.WORLD, vocab_size=vocab)
+        assert all(torch.equal(value, again[name]) for name, value in out.items()), "a repeat gives other bits"
     assert not out["gradient"][:, real:].any()
     return {name: value.cpu() for name, value in out.items()} | {"gradient": out["gradient"][:, :real].cpu()}
 
 
 def shard_cases(rank: int, tp: int) -> dict[tuple, dict[str, Tensor]]:
-    """Float16 on two ranks alone: a dtype is nothing to the sums over ranks."""
+    """Every dtype on one split of two ranks alone: a dtype is nothing to the sums over ranks."""
     return {
-        (s, d, shift): shard_case(rank, tp, s, d, shift) for s in SPLITS for d, shift in DTYPES[: 3 if tp == 2 else 2]
+        (s, d, shift): shard_case(rank, tp, s, d, shift)
+        for s in SPLITS
+        for d, shift in DTYPES[: 3 if (tp, s) == (2, "padded") else 1]
     }
 
 

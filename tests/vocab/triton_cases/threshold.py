@@ -69,14 +69,14 @@ def on_host(z: Tensor, shard: VocabShard) -> Tensor:
 @pytest.mark.parametrize(
     ("dtype", "rule"),
     [
-        *((torch.bfloat16, rule) for rule in (RULES[0], RULES[2], RULES[4], RULES[5])),
-        *((torch.float32, rule) for rule in (RULES[0], RULES[1])),
+        *((torch.bfloat16, rule) for rule in (RULES[2], RULES[4], RULES[5])),
+        (torch.float32, RULES[0]),
         (torch.float16, RULES[1]),
     ],
     ids=str,
 )
 def test_the_threshold_of_a_cpu(dtype: torch.dtype, rule: Truncation) -> None:
-    """Top-p, top-k and both; ordinary rows under the fourth rule are below."""
+    """Top-p, top-k and both; ordinary rows under the fourth rule, and float32 under both, are below."""
     z = rows_of_every_kind(dtype)
     shard = shard_of(rule, torch.linspace(0.3, 3, len(z)).to(DEVICE) if dtype == torch.bfloat16 else 0.8)
     assert torch.equal(kept_floor(z.to(DEVICE), shard).cpu(), on_host(z, shard))
@@ -113,9 +113,9 @@ def test_ordinary_rows_are_read_twice(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(threshold, "vocab_held", poisoned)
     g = torch.Generator().manual_seed(1)
-    z = 3 * torch.randn(6, V, generator=g)
-    z[:2] = 0.5 * torch.randn(2, V, generator=g)
-    z[torch.arange(2, 4), torch.arange(1, 3) * 300] += 20
+    z = 3 * torch.randn(3, V, generator=g)
+    z[0] = 0.5 * torch.randn(V, generator=g)
+    z[1, 300] += 20
     for rule in (RULES[0], RULES[1], RULES[3]):
         shard = shard_of(rule)
         assert torch.equal(kept_floor(z.to(DEVICE), shard).cpu(), on_host(z, shard))
@@ -132,8 +132,8 @@ SPLITS = [
 ]
 
 
-#: ordinary rows, and of those that bins do not suit: ties, one word, gaps, −inf in part and throughout
-ON_RANKS = [0, 2, 3, 4, 5, 12, 15, 16]
+#: an ordinary row, and of those that bins do not suit: ties, one word, a tie at the top, −inf throughout
+ON_RANKS = [0, 3, 4, 12, 15]
 
 
 def on_shards(rank: int) -> list[tuple[Tensor, list[str]]]:
@@ -179,7 +179,7 @@ def test_opcheck_of_a_threshold() -> None:
 
 
 def test_one_graph_of_a_truncated_policy() -> None:
-    z = rows_of_every_kind(torch.bfloat16)[[0, 1, 2]].to(DEVICE)
+    z = rows_of_every_kind(torch.bfloat16)[[0, 2]].to(DEVICE)
     targets = z.argmax(1)
 
     def both(z: Tensor) -> Tensor:
