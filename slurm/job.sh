@@ -5,7 +5,7 @@ again() { # $1: what the ranks left, and how it goes on
   [ "$restarts" -lt "$MAX_RESTARTS" ] || stop "$restarts restarts, MAX_RESTARTS = $MAX_RESTARTS; $1"
   [ -z "$short" ] || [ "${asked:-60}" -ge 60 ] || stop "$short; $1" # it would be asked at each start
   echo "it asked for it itself (${asked:+time limit or USR1: }${1%%;*})" > "$folder/AGAIN"
-  scontrol requeue "$job" || stop "scontrol requeue failed; $1"
+  (trap '' TERM && exec scontrol requeue "$job") || stop "scontrol requeue failed; $1" # Slurm's TERM may come before its answer
   became="queued again: ${1%%;*}"
   sleep 10 & wait $! || : # until Slurm, which now ends this start, has said so in the log
   exit 0

@@ -180,6 +180,20 @@ def test_the_script_of_ones_own_on_the_page_is_queued_again(tmp_path: Path) -> N
     assert (tmp_path / "requeued").read_text() == "7\n"
 
 
+def test_a_job_that_slurm_ends_before_scontrol_has_its_answer_is_queued_again(tmp_path: Path) -> None:
+    """On a busy cluster the requeue's SIGTERM comes while scontrol still waits; the log said that the requeue failed."""
+    for name, does in {"scontrol": 'kill -TERM $$; echo "$1 $2" > requeued', "sleep": "true"}.items():
+        (tmp_path / name).write_text(f"#!/bin/bash\n{does}\n")
+        (tmp_path / name).chmod(0o755)
+    code = f"""set -euo pipefail; source {ROOT}/slurm/job.sh; trap 'echo "$became"' EXIT
+stop() {{ became="stopped: $1"; exit 1; }}
+folder=. restarts=0 MAX_RESTARTS=1 short='' asked='' job=7 became=''; again 'saved step 1; more'"""
+    env = {"PATH": f"{tmp_path}:/usr/bin:/bin"}
+    done = subprocess.run(["bash", "-c", code], cwd=tmp_path, env=env, text=True, capture_output=True)
+    assert (done.stdout, done.returncode) == ("queued again: saved step 1\n", 0), done.stderr
+    assert (tmp_path / "requeued").read_text() == "requeue 7\n"
+
+
 def test_nodes_with_fewer_cores_and_an_environment_that_was_left_out(tmp_path: Path) -> None:
     """srun refuses a task of more cores than one of the nodes has; after `sbatch --export=NONE` its tasks have no PATH."""
     assert _environment(tmp_path, 1, SLURM_JOB_CPUS_PER_NODE="96(x2),64(x3),128").split()[3] == "64"
