@@ -36,6 +36,7 @@ def command(*arguments: str, ranks: int | None = None, cwd: Path = ROOT) -> subp
     return subprocess.run(line, env=ENVIRONMENT, cwd=cwd, capture_output=True, text=True, timeout=300)
 
 
+@pytest.mark.slow
 def test_a_run_from_the_shell(tmp_path: Path) -> None:
     """In a folder of its own: data paths start at the config's folder, the run's folder at the working one."""
     small = {

@@ -171,6 +171,7 @@ def test_the_example_of_a_reward_with_a_field_runs() -> None:
     assert score.fields == [{"difficulty": 0.5}, {"difficulty": 0.25}] and score.rewards.tolist() == [1, 0]
 
 
+@pytest.mark.slow
 def test_the_example_of_a_new_loss_runs(tmp_path: Path) -> None:
     module, _, _, call, *_ = blocks("python")
     [recipe] = blocks("yaml")
@@ -187,6 +188,7 @@ def test_the_example_of_a_new_loss_runs(tmp_path: Path) -> None:
     assert len(main) == 2 and all(row["loss"] > 0 and row["grad_norm"] > 0 for row in main)
 
 
+@pytest.mark.slow
 def test_the_example_of_a_field_per_sequence_obeys_the_law(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its own comparison by hand, and every layout: a row's field, `count=` and `collect=` together."""
     from parallel_rl.losses import registry
@@ -214,6 +216,7 @@ def verdict_by_hand(logits: Tensor, data: dict[str, Tensor]) -> Tensor:
     return losses[mask].sum() / mask.sum()
 
 
+@pytest.mark.slow
 def test_a_loss_that_reads_something_else_obeys_the_law() -> None:
     """The page's reader, called by the run on every layout; a host's log-probs do not have what it reads."""
     from parallel_rl.losses import registry
@@ -248,6 +251,7 @@ def f_dpo_by_hand(logits: Tensor, data: dict[str, Tensor]) -> Tensor:
     return torch.stack(losses).sum() / (data["sample_mask"].sum() / 2)
 
 
+@pytest.mark.slow
 def test_a_loss_that_is_left_out_takes_ten_lines_and_obeys_the_law() -> None:
     from parallel_rl.losses import registry
 

@@ -186,6 +186,7 @@ def test_what_torch_raises_keeps_its_type_and_its_traceback(
     assert capfd.readouterr().err == "parallel-rl: error: too small\n"
 
 
+@pytest.mark.slow
 def test_a_reader_that_leaves_ends_the_run_in_one_line() -> None:
     """`parallel-rl train ... | head`: rich raises SystemExit(1) from the closed pipe, a traceback in itself."""
     code = (

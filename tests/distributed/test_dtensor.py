@@ -66,6 +66,7 @@ def _against_one_process(rank: int, tp: int, cp: int) -> list[str]:
     return wrong
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("tp", "cp"), [(2, 2), *(pytest.param(*grid, marks=pytest.mark.slow) for grid in ((4, 1), (1, 4)))]
 )

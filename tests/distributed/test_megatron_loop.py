@@ -126,6 +126,7 @@ def _train(
     return losses, norms, first.detach().clone()
 
 
+@pytest.mark.slow
 def test_training_is_the_same_with_megatrons_optimizer_and_by_hand() -> None:
     losses, norms, weight = run_world(1, _train, Case(ddp=False, tied=True), 2, 0.5, True)[0]
     assert losses[-1] < losses[0] and max(norms) > 0.5

@@ -62,6 +62,7 @@ def _run_the_page(rank: int, layouts: list[dict[str, int]]) -> list[dict[str, fl
     return found
 
 
+@pytest.mark.slow
 def test_the_code_of_the_page_gives_one_number_in_both_schedules_on_each_layout() -> None:
     assert "VOCAB = 31 " in PAGE.read_text(encoding="utf-8") and VOCAB == 31
     ranks = run_world(2, _run_the_page, [{"pp": 2}, {"tp": 2}, {"cp": 2}, {"pp": 2, "virtual_pp": 2}])

@@ -20,6 +20,7 @@ BLOCKS = re.findall(r"^```(\w*)\n(.*?)^```", PAGE, re.M | re.S)
 LINES = [shlex.split(line) for language, block in BLOCKS if not language for line in block.splitlines()]
 
 
+@pytest.mark.slow
 def test_a_step_of_ones_own_loop_is_dumped_and_laid_beside_another(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -168,6 +168,7 @@ def test_thirty_two_thousand_tokens_take_five_megabytes(tmp_path: Path) -> None:
     assert len(page([one]).encode()) < 2e6
 
 
+@pytest.mark.slow
 def test_two_steps_side_by_side(step: Step, tmp_path: Path) -> None:
     logits, data = policy_batch(rows=8, width=24, seed=3)
     other = dumped(tmp_path, ClippedPGLossFn(), logits, data, StepInfo("another"))

@@ -65,6 +65,7 @@ def _drawn(rank: int, layouts: list[Layout], kind: str = "local") -> list[dict[s
     return results
 
 
+@pytest.mark.slow
 def test_experts_in_one_module_are_transformers_ones(tmp_path: Path) -> None:
     """As Transformer Engine holds all experts of a layer: they are read, computed with, exported and written as any others."""
     folder = write_folder("qwen3_moe", tmp_path / "qwen3_moe")

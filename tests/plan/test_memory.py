@@ -47,6 +47,7 @@ FUSED_MODES = ("in_forward", "resident", "recompute")
 WHOLE = ("whole logits, consumed", "whole logits")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("shape", "dtype", "budget", "modes"),
     [

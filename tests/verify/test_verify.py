@@ -214,6 +214,7 @@ def test_hosts_that_cannot_be_fed(capsys: pytest.CaptureFixture[str]) -> None:
         assert said in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_line_comes_as_each_loss_ends() -> None:
     """Through a pipe, long before the table: a bare `verify` was silent for 40 s."""
     words = ["verify", "--loss", "nll", "--loss", "tests.testing.planted:LocalTokens", *LAYOUTS]

@@ -112,6 +112,7 @@ def test_an_unknown_backend_is_refused() -> None:
         token_stats(torch.zeros(2, 4), torch.zeros(2, dtype=torch.int64), backend="cuda")  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 def test_the_package_itself_needs_no_triton() -> None:
     code = (
         "import sys, parallel_rl, parallel_rl.vocab.backends.triton, parallel_rl.vocab.backends.passes; "

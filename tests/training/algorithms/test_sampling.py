@@ -49,6 +49,7 @@ def _command(rank: int, words: list[str]) -> tuple[int, str, str]:
         return main(["sample", *words]), out.getvalue(), errors.getvalue()
 
 
+@pytest.mark.slow
 def test_every_layout_prints_the_same_answers_once(checkpoint: Path) -> None:
     """Prompts in their order, each with its answers; drawn by number and seed, whichever data or tensor rank has them."""
     words = [str(checkpoint), "--prompt", "1+2=", "--prompt", "30+4=", "--samples", "3", "--temperature", "1.5"]

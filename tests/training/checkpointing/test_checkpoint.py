@@ -175,6 +175,7 @@ def _sources(rank: int, given: list[str]) -> list[str]:
     return found
 
 
+@pytest.mark.slow
 def test_init_from_is_refused_where_it_is_not_whole_or_does_not_fit(tmp_path: Path) -> None:
     found, others = run_world(2, _sources, arguments(tmp_path))
     assert found == others
@@ -280,6 +281,7 @@ def _with_counters(rank: int, given: list[str], saving: bool) -> list[int]:
     return counter.parts
 
 
+@pytest.mark.slow
 def test_what_data_ranks_keep_comes_back_on_every_rank_of_any_layout(tmp_path: Path) -> None:
     run_world(4, _with_counters, arguments(tmp_path, "{tensor: 2}"), True)
     for world, layout in ((4, "{tensor: 2}"), (1, "{}"), (2, "{context: 2}")):

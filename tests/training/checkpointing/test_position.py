@@ -121,6 +121,7 @@ def test_a_restart_with_other_sizes_takes_the_next_record(name: str, kind: str, 
     assert later == whole[32:40]  # two steps of 4
 
 
+@pytest.mark.slow
 def test_what_dynamic_sampling_set_aside_is_passed_over(tmp_path: Path) -> None:
     """Its steps have the same records whether earlier ones needed all of their rounds or not."""
     files, name = write(tmp_path / "data", "jsonl", EXAMPLES), "prompts"
@@ -133,6 +134,7 @@ def test_what_dynamic_sampling_set_aside_is_passed_over(tmp_path: Path) -> None:
     assert later and later == whole[-len(later) :]
 
 
+@pytest.mark.slow
 def test_another_order_of_the_records_is_refused_before_anything_is_written(tmp_path: Path) -> None:
     files = write(tmp_path / "data", "jsonl", EXAMPLES)
     folder = tmp_path / "run"

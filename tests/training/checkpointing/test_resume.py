@@ -164,6 +164,7 @@ def test_a_kl_controller_that_could_do_nothing_is_refused(change: dict[str, obje
         load_config(given[0], given[1:])
 
 
+@pytest.mark.slow
 def test_init_from_starts_with_those_weights(tmp_path: Path, finished: Path) -> None:
     weights = finished / "checkpoints" / "step_000004"
     more = {"warmup": "null", "data__examples": "null", "run__init_from": weights, "run__seed": 0}
@@ -202,6 +203,7 @@ def _said(rank: int, runs: list[list[str]]) -> list[str]:
     return found
 
 
+@pytest.mark.slow
 def test_another_config_is_said_and_the_old_one_kept(tmp_path: Path) -> None:
     """A resume takes what it is given; only this tells that the curve is of two lrs. Starting anew leaves no older config."""
     mine = tmp_path / "config.7.yaml"
@@ -245,6 +247,7 @@ def test_another_config_is_said_and_the_old_one_kept(tmp_path: Path) -> None:
     assert mine.read_text() == "a user's"
 
 
+@pytest.mark.slow
 def test_never_starts_anew(tmp_path: Path, finished: Path) -> None:
     rows = logged_rows(finished)
     shutil.copytree(finished, tmp_path / "run")

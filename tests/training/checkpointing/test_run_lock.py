@@ -30,6 +30,7 @@ with _holding(Path(sys.argv[1])):
 SMALL = {"evaluation": "null", "data__held_out": "null", "sft__steps": 1}
 
 
+@pytest.mark.slow
 def test_a_second_run_says_who_holds_the_folder(tmp_path: Path) -> None:
     """Both wrote metrics.jsonl and removed each other's checkpoints. A killed holder leaves nothing that is in the way."""
     folder = tmp_path / "run"

@@ -156,6 +156,7 @@ def _on_a_small_disk(rank: int, given: list[str], place: Path) -> list[str]:
     return causes
 
 
+@pytest.mark.slow
 def test_a_disk_that_fills_up_at_any_file_leaves_the_last_good_one(tmp_path: Path) -> None:
     if not can_mount(tmp_path / "probe"):
         pytest.skip("this user may not mount a file system")
@@ -195,6 +196,7 @@ def _begins_anew_on_a_small_disk(rank: int, given: list[str], place: Path) -> tu
         return str(refused.value), len(before)
 
 
+@pytest.mark.slow
 def test_there_is_room_before_an_older_run_is_removed(tmp_path: Path) -> None:
     if not can_mount(tmp_path / "probe"):
         pytest.skip("this user may not mount a file system")
@@ -266,6 +268,7 @@ def _kill_and_look(folder: Path, times: int) -> None:
         assert not [path for path in (folder / "checkpoints").iterdir() if path.name.startswith(".")]
 
 
+@pytest.mark.slow
 def test_a_kill_in_the_middle_of_a_save_leaves_a_whole_checkpoint(tmp_path: Path) -> None:
     _kill_and_look(tmp_path, 2)
 

@@ -210,6 +210,7 @@ def _never_resumed(rank: int, given: list[str]) -> list[str]:
     return found
 
 
+@pytest.mark.slow
 def test_starting_over_removes_only_what_a_run_made(tmp_path: Path) -> None:
     [found] = run_world(1, _never_resumed, arguments(tmp_path / "run", evaluation="null", data__held_out="null"))
     names = ("checkpoints/llama/model.safetensors", "tensorboard/notes.txt", "checkpoints/step_12/weights.bin")

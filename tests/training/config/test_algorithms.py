@@ -95,6 +95,7 @@ def test_kl_in_the_reward_and_nll_of_good_samples(tmp_path: Path) -> None:
     assert other[-1]["loss"] != one[-1]["loss"]  # the KL of the second step, which is not 0, is in its advantages
 
 
+@pytest.mark.slow
 def test_what_was_recorded_can_be_trained_on(tmp_path: Path) -> None:
     """The first update on the recording is the one on the fresh samples: the same numbers."""
     small = {

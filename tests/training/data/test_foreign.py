@@ -171,6 +171,7 @@ def _train(rank: int, runs: list[tuple[str, list[str]]]) -> list[list[dict[str, 
     return [train_rows(rank, [path, *arguments]) for path, arguments in runs]
 
 
+@pytest.mark.slow
 def test_foreign_columns_train(folder: Path, tmp_path: Path) -> None:
     """GSM8K-like JSONL and Parquet with a folder's tokenizer: the same step, whose reward is the checkers' by source."""
     import pyarrow
@@ -230,6 +231,7 @@ def _recorded(folder: Path, name: str, rollouts: list[Rollout], layout: str = "o
     return run_world(world, train_rows, arguments)[0]
 
 
+@pytest.mark.slow
 def test_tool_text_in_a_rollout_carries_no_gradient(tmp_path: Path) -> None:
     """Two steps are the same bits whatever is recorded of masked tokens, and with them in the prompt; so on every layout."""
     rows = _recorded(tmp_path, "masked", ROLLOUTS)

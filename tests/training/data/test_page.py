@@ -18,6 +18,7 @@ KINDS = PAGE.split("\n## A complete config for each kind of data\n")[1].split("\
 SHORTER = {"train": ("rl", 2), "pairs": ("preference", 2), "answers": ("preference", 2)}  # the page's configs have 10
 
 
+@pytest.mark.slow
 def test_each_config_of_the_page_trains_on_its_records(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -104,6 +104,7 @@ def test_what_does_not_go_together(option: str, message: str) -> None:
         read_datasets(config, config.tokenizer.build(), find_data(config.data))
 
 
+@pytest.mark.slow
 def test_a_process_reward_model_learns(tmp_path: Path) -> None:
     """It learns that an even step is good, from the same rows on every layout."""
     dice, path = random.Random(0), tmp_path / "solutions.jsonl"

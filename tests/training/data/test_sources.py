@@ -67,6 +67,7 @@ def test_every_kind_of_source_has_the_same_rows(tmp_path: Path) -> None:
     assert len(few) == 3
 
 
+@pytest.mark.slow
 def test_runs_go_on_with_the_next_row(tmp_path: Path) -> None:
     """One rank and two take the same rows in the same order; a run that stopped goes on; a changed data set is refused."""
     folder = tmp_path / "saved"

@@ -48,6 +48,7 @@ def shards(folder: Path, lines: list[str]) -> list[str]:
     return [str(folder / "a_{0..1}.jsonl"), str(folder / "*.parquet")]
 
 
+@pytest.mark.slow
 def test_shards_of_any_kind_train_like_one_file_and_changed_ones_are_refused(tmp_path: Path) -> None:
     whole = tmp_path / "whole.jsonl"
     whole.write_text("".join(LINES))

@@ -119,6 +119,7 @@ def _recomputed(rank: int, arguments: list[str]) -> tuple[list[dict[str, float |
         return train_rows(rank, arguments), sum(calls)
 
 
+@pytest.mark.slow
 def test_recomputed_activations_give_the_same_rows(tmp_path: Path) -> None:
     """Each way of the config runs what it names once more in the backward, and nothing else."""
     shared = {

@@ -43,6 +43,7 @@ WAYS: list[tuple[str, int, dict[str, object]]] = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("dtype", "rel", "ways"),
     [

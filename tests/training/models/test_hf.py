@@ -56,6 +56,7 @@ def export(rank: int, given: list[str], checkpoint: str, out: str) -> tuple[list
     return sorted(path.name for path in Path(out).iterdir()), same
 
 
+@pytest.mark.slow
 def test_a_run_from_a_folder(tmp_path: Path) -> None:
     """Two steps are the same on one process, on tensor ranks and after a kill; the folder given back has their bits."""
     hf = write_folder("qwen3", tmp_path / "qwen3", eos_token_id=[2, 7])

@@ -125,4 +125,4 @@ def _looks(rank: int, timeout: float) -> int:
 
 def test_ranks_look_at_each_other_within_any_timeout() -> None:
     """`run.timeout` bounds one collective: while a server works, none may wait longer in it, nor look as if it stood still."""
-    assert all(count >= 0.6 / 0.25 for count in run_world(2, _looks, 1.0))
+    assert all(count >= 2 for count in run_world(2, _looks, 1.0))  # one, if none looked before the end

@@ -76,6 +76,7 @@ def test_weights_go_out_before_each_step(
     assert probes == 1 and drawn == 3 * SAMPLES + probes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("layout", "tells"),
     [
@@ -132,6 +133,7 @@ def test_a_trainer_that_goes_on_sends_its_weights_before_it_asks(tmp_path: Path)
     assert loads[0] < asked[0] and not old & {Path(path).name for path in engine.read}
 
 
+@pytest.mark.slow
 def test_evaluations_go_through_the_server(tmp_path: Path, held_out: dict[str, object]) -> None:
     """Each by the weights of its step, with draws of its own; and training is what it is without them."""
     with serve_engine(EngineServer()) as server:

@@ -268,6 +268,7 @@ def test_bad_options(options: str, more: dict, message: str, tmp_path: Path) -> 
         load_config(given[0], given[1:])
 
 
+@pytest.mark.slow
 def test_a_sample_that_fails_is_masked_and_counted(tmp_path: Path) -> None:
     """A prompt's sample without log-probs, and a reward that a server has no number for, in each step; else the same run."""
 

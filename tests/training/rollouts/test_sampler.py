@@ -146,6 +146,7 @@ def test_generation_logprobs_are_the_training_forwards(layout: str, tmp_path: Pa
 RULES = {"top_k": {"top_k": 4}, "top_p": {"top_p": 0.6}, "both": {"top_k": 6, "top_p": 0.7}}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("rule", "layout"),
     [
