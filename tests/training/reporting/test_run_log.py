@@ -229,8 +229,9 @@ def _pictures(rank: int, given: list[str]) -> tuple[list[int], bool]:
         patch.object(trainer, "_DRAW_EVERY", 0.0),
         patch.object(trainer, "_DRAW_SHARE", 0.0),
     ):
-        trainer.train(load_config(given[0], given[1:]))
-    return drawn, (Path(given[1].partition("=")[2]) / "curves.png").is_file()
+        config = load_config(given[0], given[1:])
+        trainer.train(config)
+    return drawn, (Path(config.run.dir) / "curves.png").is_file()
 
 
 @pytest.mark.slow
