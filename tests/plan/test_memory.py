@@ -52,11 +52,11 @@ WHOLE = ("whole logits, consumed", "whole logits")
     ("shape", "dtype", "budget", "modes"),
     [
         ((512, 64, 32768), torch.float32, 3 << 22, ("in_forward",)),
-        pytest.param((2048, 64, 32768), torch.float32, 3 << 24, ("recompute",), marks=pytest.mark.slow),
-        pytest.param((512, 128, 32768), torch.float32, None, FUSED_MODES + WHOLE, marks=pytest.mark.slow),
+        ((2048, 64, 32768), torch.float32, 3 << 24, ("recompute",)),
+        ((512, 128, 32768), torch.float32, None, FUSED_MODES + WHOLE),
         # a CPU's own bfloat16 product, of whole logits, takes scratch; the gradient of the hidden states, 3 MiB here, is
         # written at the end of recompute, and not resident before
-        pytest.param((4096, 384, 16384), torch.bfloat16, None, FUSED_MODES, marks=pytest.mark.slow),
+        ((4096, 384, 16384), torch.bfloat16, None, FUSED_MODES),
     ],
 )
 def test_predicted_bytes_are_measured(

@@ -156,13 +156,14 @@ def ranks_of(name: str, which: str, both: bool) -> list[dict[str, tuple]]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "which", "both"),
     [
         ("token", "truncated", False),
         ("sequence", "recorded", False),
-        pytest.param("token", "recorded", True, marks=pytest.mark.slow),
-        pytest.param("sequence", "truncated", True, marks=pytest.mark.slow),
+        ("token", "recorded", True),
+        ("sequence", "truncated", True),
     ],
 )
 def test_on_layouts(name: str, which: str, both: bool) -> None:

@@ -48,8 +48,8 @@ WAYS: list[tuple[str, int, dict[str, object]]] = [
     ("dtype", "rel", "ways"),
     [
         ("float32", 1e-6, WAYS[:2]),
-        pytest.param("float32", 1e-6, WAYS[2:], marks=pytest.mark.slow),
-        pytest.param("bfloat16", 5e-2, WAYS[1:3], marks=pytest.mark.slow),
+        ("float32", 1e-6, WAYS[2:]),
+        ("bfloat16", 5e-2, WAYS[1:3]),
     ],
 )
 def test_experts_on_two_ranks_are_one_process(

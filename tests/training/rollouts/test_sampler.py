@@ -151,9 +151,9 @@ RULES = {"top_k": {"top_k": 4}, "top_p": {"top_p": 0.6}, "both": {"top_k": 6, "t
     ("rule", "layout"),
     [
         ("both", "TP 2 × CP 2 × SP packed"),
-        pytest.param("both", "one process", marks=pytest.mark.slow),
-        pytest.param("top_k", "TP 2", marks=pytest.mark.slow),
-        pytest.param("top_p", "TP 2", marks=pytest.mark.slow),
+        ("both", "one process"),
+        ("top_k", "TP 2"),
+        ("top_p", "TP 2"),
     ],
 )
 def test_truncated_logprobs_are_the_training_forwards(rule: str, layout: str, tmp_path: Path) -> None:
