@@ -19,7 +19,46 @@ SECONDS = 300.0  # of a machine with much else to do
 UNCOMPILED = {"TORCHDYNAMO_DISABLE": "1"}
 
 
-class Launch:
+class Run:
+    """A run of the command whose ranks are processes of this host: what it prints, and waiting for what it does."""
+
+    folder: Path
+    out: Path
+
+    def alive(self) -> bool:
+        raise NotImplementedError
+
+    def pids(self) -> dict[int, int]:
+        """Return the process ids of the ranks that are there."""
+        raise NotImplementedError
+
+    def listens(self, rank: int) -> bool:
+        """Return whether a rank has come so far that it remembers SIGUSR1."""
+        pid = self.pids().get(rank)
+        if pid is None:
+            return False
+        status = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
+        return bool(int(status["SigCgt"], 16) >> (signal.SIGUSR1 - 1) & 1)
+
+    def until(self, happened: Callable[[], bool], what: str) -> None:
+        """Wait; fail with the output if the run ends before."""
+        end = time.monotonic() + SECONDS
+        while not happened():
+            assert self.alive(), f"ended before {what}:\n{self.said()}"
+            assert time.monotonic() < end, f"waited {SECONDS:g} s for {what}:\n{self.said()}"
+            time.sleep(0.01)
+
+    def until_rows(self, count: int) -> None:
+        """Wait for that many rows of metrics."""
+        path = self.folder / "metrics.jsonl"
+        self.until(lambda: path.is_file() and path.read_text().count("\n") >= count, f"row {count}")
+
+    def said(self) -> str:
+        """Return all output until now."""
+        return self.out.read_text()
+
+
+class Launch(Run):
     """`torchrun -m parallel_rl.cli train ARGUMENTS` on this host, for the length of a `with` block; nothing of it is left."""
 
     def __init__(
@@ -69,35 +108,13 @@ class Launch:
                 found[ranks[0]] = int(entry.name)
         return found
 
-    def listens(self, rank: int) -> bool:
-        """Whether a rank has come so far that it remembers SIGUSR1."""
-        pid = self.pids().get(rank)
-        if pid is None:
-            return False
-        status = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
-        return bool(int(status["SigCgt"], 16) >> (signal.SIGUSR1 - 1) & 1)
+    def alive(self) -> bool:
+        return self.process.poll() is None
 
     def send(self, number: signal.Signals, rank: int | None) -> None:
         """A signal to a rank, or to torchrun."""
         os.kill(self.process.pid if rank is None else self.pids()[rank], number)
 
-    def until(self, happened: Callable[[], bool], what: str) -> None:
-        """Waits, and fails with what was said where the run ends before."""
-        end = time.monotonic() + SECONDS
-        while not happened():
-            assert self.process.poll() is None, f"ended before {what}:\n{self.said()}"
-            assert time.monotonic() < end, f"waited {SECONDS:g} s for {what}:\n{self.said()}"
-            time.sleep(0.01)
-
-    def until_rows(self, count: int) -> None:
-        """Waits for that many rows of metrics."""
-        path = self.folder / "metrics.jsonl"
-        self.until(lambda: path.is_file() and path.read_text().count("\n") >= count, f"row {count}")
-
     def wait(self) -> int:
         """The exit status."""
         return self.process.wait(SECONDS)
-
-    def said(self) -> str:
-        """All output until now."""
-        return self.out.read_text()

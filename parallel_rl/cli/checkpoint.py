@@ -105,7 +105,7 @@ def _export(known: argparse.Namespace, rest: Sequence[str]) -> None:
 
 
 def _exit_status(work: Callable[[], None]) -> int:
-    """Return 0 after `work`, else the status of what stopped it, which is printed."""
+    """Call `work`; returns 0, or prints its error and returns the exit status of that."""
     try:
         work()
     except (ValueError, OSError) as error:

@@ -81,7 +81,7 @@ def numerator_denominator(metrics: Metrics, calls: int) -> dict[str, Tensor]:
 
 
 def check_fits(host: str, loss_fn: object, fields: Collection[str], *, entropy: bool = False) -> None:
-    """Refuse an object that is no loss, and a loss that reads more than the host's fields.
+    """Refuse an object that is not a loss, and a loss that reads more than the host's fields.
 
     >>> from parallel_rl import DPOLossFn
     >>> check_fits("verl", DPOLossFn(), ("advantages", "prev_logprobs"))

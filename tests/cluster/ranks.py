@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import multiprocessing
 import os
 import signal
 import sys
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 
 import torch.distributed as dist
 
-from tests.launch import SECONDS
+from tests.launch import SECONDS, Run
 
 
 def _run_command(arguments: list[str], settings: Mapping[str, str], out: Path) -> None:
@@ -28,7 +26,7 @@ def _run_command(arguments: list[str], settings: Mapping[str, str], out: Path) -
     sys.exit(main())
 
 
-class Ranks:
+class Ranks(Run):
     """`parallel-rl train ARGUMENTS` on ranks whose store is this process's, for the length of a `with` block.
 
     The pool must have run before: its server has imported torch and Megatron.
@@ -62,35 +60,17 @@ class Ranks:
             process.kill()
             process.join()
 
-    def listens(self, rank: int) -> bool:
-        """Return whether a rank remembers SIGUSR1."""
-        lines = Path(f"/proc/{self.processes[rank].pid}/status").read_text().splitlines()
-        caught = int(dict(line.split(":", 1) for line in lines)["SigCgt"], 16)
-        return bool(caught >> (signal.SIGUSR1 - 1) & 1)
+    def alive(self) -> bool:
+        return all(process.is_alive() for process in self.processes)
+
+    def pids(self) -> dict[int, int]:
+        """Return the process ids of the ranks that are there."""
+        return {rank: process.pid for rank, process in enumerate(self.processes) if process.pid and process.is_alive()}
 
     def send(self, number: signal.Signals, rank: int) -> None:
-        os.kill(self.processes[rank].pid or 0, number)
-
-    def until(self, happened: Callable[[], bool], what: str) -> None:
-        """Wait; fail with the output if a rank ends before."""
-        end = time.monotonic() + SECONDS
-        while not happened():
-            assert all(process.is_alive() for process in self.processes), f"ended before {what}:\n{self.said()}"
-            assert time.monotonic() < end, f"waited {SECONDS:g} s for {what}:\n{self.said()}"
-            time.sleep(0.01)
-
-    def until_rows(self, count: int) -> None:
-        """Wait for that many rows of metrics."""
-        path = self.folder / "metrics.jsonl"
-        self.until(lambda: path.is_file() and path.read_text().count("\n") >= count, f"row {count}")
+        os.kill(self.pids()[rank], number)
 
     def wait(self, rank: int) -> int | None:
         """Return the exit status of a rank that ends by itself."""
         self.processes[rank].join(SECONDS)
         return self.processes[rank].exitcode
-
-    def said(self) -> str:
-        """Return all output until now."""
-        with contextlib.suppress(FileNotFoundError):
-            return self.out.read_text()
-        return ""
