@@ -9,7 +9,6 @@ import re
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
@@ -290,24 +289,30 @@ def test_stages_that_start_processes_on_a_cpu(tmp_path: Path, monkeypatch: pytes
     assert "| float32, on from its checkpoint: it added a row to those of before | right |" in text
 
 
+_ENDED_AS_A_STAGE_STARTS = """
+import os, runpy, signal, subprocess
+
+class Popen(subprocess.Popen):
+    def __init__(self, command, **options):
+        super().__init__(command, **options)
+        if "kernels" in command:
+            print("started", self.pid, flush=True)
+            os.kill(os.getpid(), signal.SIGTERM)
+
+subprocess.Popen = Popen
+runpy.run_module("tools.gpu_check", run_name="__main__")
+"""
+
+
 @pytest.mark.slow
 def test_a_check_that_is_ended_keeps_what_was_found_and_leaves_no_stage(tmp_path: Path) -> None:
-    """A stage has a session of its own: it went on, on the card, beside what was timed next."""
+    """A stage has a session of its own: it went on, on the card, if the signal came before its Popen object was there."""
     facts = tmp_path / "facts.json"
-    check = subprocess.Popen(
-        [sys.executable, "-m", "tools.gpu_check", "--cpu", "--json", str(facts), "smoke", "kernels"],
-        cwd=Path(__file__).parents[2], env={**os.environ, **UNCOMPILED}, stdout=subprocess.PIPE, text=True,
+    check = subprocess.run(
+        [sys.executable, "-c", _ENDED_AS_A_STAGE_STARTS, "--cpu", "--json", str(facts), "smoke", "kernels"],
+        cwd=Path(__file__).parents[2], env={**os.environ, **UNCOMPILED}, capture_output=True, text=True, check=False,
     )  # fmt: skip
-    try:
-        end = time.monotonic() + 100
-        while not facts.exists() and time.monotonic() < end:
-            time.sleep(0.1)
-        while not (stages := psutil.Process(check.pid).children()) and time.monotonic() < end:
-            time.sleep(0.01)
-        [stage] = stages
-        check.terminate()
-        assert check.wait(30) == 1
-    finally:
-        check.kill()
-    assert not stage.is_running()
+    assert check.returncode == 1, check.stderr
+    [stage] = re.findall(r"^started (\d+)$", check.stdout, re.MULTILINE)
+    assert not psutil.pid_exists(int(stage))
     assert [(one["stage"], one["ended"]) for one in json.loads(facts.read_text())["stages"]] == [("smoke", "right")]

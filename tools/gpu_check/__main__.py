@@ -21,6 +21,7 @@ from tools.gpu_check.report import Outcome, page, summary, write_json
 #: stage → seconds that it may take; together, each with its grace, they stay below ten minutes
 LIMITS: Mapping[str, float] = {"smoke": 65, "nccl": 45, "kernels": 115, "head": 90, "host": 35, "trainer": 160}
 GRACE = 10.0  # seconds in which a stage that was stopped may end its own processes
+ENDS = (signal.SIGTERM, signal.SIGINT)
 
 
 def start(stage: str, limit: float, cpu: bool, folder: Path) -> Outcome:
@@ -29,9 +30,13 @@ def start(stage: str, limit: float, cpu: bool, folder: Path) -> Outcome:
     command = [sys.executable, "-m", "tools.gpu_check", "--inside", str(told), stage, *(["--cpu"] if cpu else [])]
     hidden = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"} if cpu else {}
     began = time.monotonic()
-    with subprocess.Popen(command, start_new_session=True, env={**os.environ, **hidden}) as process:  # nosec B603 # no shell
+    signal.pthread_sigmask(signal.SIG_BLOCK, ENDS)  # until there is a process that `_stop` can end
+    with subprocess.Popen(  # nosec B603 # no shell
+        command, start_new_session=True, env={**os.environ, **hidden}, preexec_fn=_let_signals_in
+    ) as process:
         status: int | None = None
         try:
+            _let_signals_in()
             with contextlib.suppress(subprocess.TimeoutExpired):
                 status = process.wait(limit)
         finally:
@@ -78,6 +83,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 options.page.write_text(page(outcomes, card), encoding="utf-8")
     print("", *summary(outcomes), sep="\n")
     return 0 if all(one.ended == "right" for one in outcomes) else 1
+
+
+def _let_signals_in() -> None:
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDS)
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:
