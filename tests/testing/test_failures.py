@@ -32,7 +32,7 @@ ROOT = Path(__file__).parents[2]
 def test_what_goes_wrong_is_reported_in_time(loss: type, said: str) -> None:
     start = time.monotonic()
     report = check_law(loss, worlds=(1, 2), limits=Limits(timeout=15))
-    assert time.monotonic() - start < 90 and not report.ok
+    assert time.monotonic() - start < 110 and not report.ok  # 120 without `limits`
     assert re.search(said, str(report))
 
 

@@ -82,7 +82,7 @@ def test_an_error_on_one_rank_is_raised_while_the_others_wait() -> None:
     start = time.monotonic()
     with pytest.raises(WorldError, match="only I am wrong") as caught:
         run_world(3, _one_raises)
-    assert time.monotonic() - start < 60
+    assert time.monotonic() - start < 110  # the limit of a call is 120
     assert caught.value.errors[1] == "ValueError: only I am wrong"
     assert "_one_raises" in caught.value.tracebacks[1]
     assert run_world(3, _sum_of_ranks, 1.0)[0] == (0, 3.0)
@@ -98,7 +98,7 @@ def test_errors_of_all_ranks_are_seen() -> None:
 @pytest.mark.slow
 def test_a_hang_is_killed_and_the_next_call_works() -> None:
     with pytest.raises(WorldError, match="gave no answer") as caught:
-        run_world(2, _hang, timeout=3)
+        run_world(2, _hang, timeout=10)
     assert 1 in caught.value.silent
     assert "_hang" in caught.value.tracebacks[1]
     assert run_world(2, _sum_of_ranks, 1.0) == [(0, 1.0), (1, 1.0)]

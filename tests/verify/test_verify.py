@@ -144,7 +144,7 @@ def test_a_job_ends_in_time(loss: str, said: str) -> None:
     """Collectives of every group end with the timeout, and a rank that none waits for ends itself."""
     began = time.monotonic()
     done = _in_torchrun("--loss", f"tests.testing.broken_losses:{loss}", "--timeout", "12", "--layouts", "dp=2")
-    assert time.monotonic() - began < 90 and done.returncode == 1
+    assert time.monotonic() - began < 200 and done.returncode == 1  # of the 1000 that the loss sleeps
     assert said in done.stdout + done.stderr
 
 
