@@ -9,19 +9,25 @@ from pathlib import Path
 import pytest
 
 from parallel_rl.config.yaml_files import read_tree
-from parallel_rl.recipes import find_recipe, main_section, recipes
+from parallel_rl.recipes import find_recipe, load_recipe, main_section, recipes
 from parallel_rl.testing.pool import WorldError, run_world
 from parallel_rl.training.config.load import load_config
 from tests.training.algorithms.test_recipe_names import OUTSIDE, TAUGHT
 from tests.training.helpers import LAYOUTS, assert_near, cut, short_data, train_rows
 
-QUICK = {"ppo", "remax", "chord", "kto", "reward_model", "echo"}
+QUICK = ("ppo", "remax", "chord", "kto", "reward_model", "echo")
+# in one process too, in test_layouts_agree below and in batching/test_packed_layouts.py
+ELSEWHERE = ("grpo", "high_entropy", "optimal_token_baseline", "dapo", "clip_cov", "mix", "dpo", "sft")
 
 SIZES = {
     "run.dtype": "float64",
+    "run.loggers": "[]",
     "model.hidden": 16,
     "batch.micro_batch_size": 8,
+    "evaluation": "null",
+    "data.held_out": "null",
 }
+UNTAUGHT = {"warmup": "null", "data.examples": "null"}
 SECTIONS = {
     "rl": {
         "rl.steps": 2,
@@ -42,8 +48,6 @@ def tiny(name: str, folder: Path, **more: object) -> list[str]:
     tree = read_tree(find_recipe(name))
     objective, _ = main_section(tree)
     sizes = {**short_data(find_recipe(name)), **SIZES, **SECTIONS[objective], "run.dir": folder}
-    if tree.get("evaluation"):
-        sizes["evaluation"] = "{samples: 1}"
     if objective == "preference" and tree["preference"].get("answers"):  # type: ignore[attr-defined, index]
         sizes["preference.answers"] = sizes.pop("preference.pairs")
     if not tree.get("warmup"):
@@ -79,8 +83,6 @@ def test_a_stopped_run_continues_the_same_curve(name: str, tmp_path: Path) -> No
         "rl.steps": 3,
         "run.checkpoint_every": 1,
         "run.keep_checkpoints": 20,
-        "evaluation": "null",
-        "data.held_out": "null",
     }
     [rows] = run_world(1, train_rows, tiny(name, tmp_path / "whole", **more))
     cut(tmp_path / "whole", tmp_path / "stopped", 3)  # one step of warm-up and two of RL
@@ -94,9 +96,15 @@ def test_a_stopped_run_continues_the_same_curve(name: str, tmp_path: Path) -> No
 def test_prompts_that_teach_nothing_give_way_to_others(tmp_path: Path) -> None:
     """By the recording: every group's mean reward lies within the bounds, on one process and on two, where it is the same.
 
-    Takes some twenty seconds: up to forty rounds of sampling, twice.
+    Takes some seconds: up to forty rounds of sampling, twice.
     """
-    more = {"rl.dynamic_sampling": "{low: 0.3, high: 0.6, max_rounds: 40}", "rl.record": "true", "rl.overlong": "null"}
+    more = {
+        "rl.dynamic_sampling": "{low: 0.3, high: 0.6, max_rounds: 40}",
+        "rl.record": "true",
+        "rl.overlong": "null",
+        "rl.steps": 1,
+        **UNTAUGHT,
+    }
     found = []
     for ranks in (1, 2):
         folder = tmp_path / str(ranks)
@@ -138,16 +146,34 @@ def check(rows: list[dict], name: str) -> None:
     assert max(row.get("grad_norm", 0) for row in main) > 0
 
 
+def of_each_kind() -> list[str]:
+    """Return one recipe of those that ask the same of the trainer; every recipe's loss is in tests/distributed/law.py."""
+    kinds: dict[object, str] = {}
+    for name in [*QUICK, *ELSEWHERE, *recipes()]:
+        if name in OUTSIDE or name in TAUGHT:
+            continue
+        tree = read_tree(find_recipe(name))
+        objective, _ = main_section(tree)
+        section = tree[objective]
+        assert isinstance(section, dict)
+        cls, config = load_recipe(name)
+        needs = cls(config).requirements
+        fields = (
+            *(field.name for field in (*needs.fields, *needs.optional)),
+            needs.reads,
+            needs.collected,
+            needs.counted,
+        )
+        kind = (objective, *sorted(section), str((section.get("advantages") or {}).get("name")), cls, fields)
+        kinds.setdefault(kind, name)
+    return [name for name in kinds.values() if name not in ELSEWHERE]
+
+
 @pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow)
-        for name in recipes()
-        if name not in OUTSIDE and name not in TAUGHT
-    ],
+    "name", [pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow) for name in of_each_kind()]
 )
 def test_two_steps(name: str, tmp_path: Path) -> None:
-    """The slow ones differ from the quick in their configs alone: a world's start, two models and an evaluation each."""
+    """The slow ones differ from the quick in their configs alone: a world's start and two models each."""
     [rows] = run_world(1, train_rows, tiny(name, tmp_path))
     check(rows, name)
     if name == "echo":  # the prompts' tokens
@@ -175,7 +201,7 @@ WHOLE = """{name: components, options: {components: {
 @pytest.mark.slow
 def test_a_policy_and_the_teachers_distributions_in_one_forward(tmp_path: Path, taught: Path) -> None:
     """The estimator reads no teacher, the loss does: its logits of each micro-batch."""
-    more = {"rl.teacher": taught, "rl.loss": WHOLE.replace("\n", "")}
+    more = {"rl.teacher": taught, "rl.loss": WHOLE.replace("\n", ""), **UNTAUGHT}
     [expected] = run_world(1, train_rows, tiny("grpo", tmp_path / "one", **more))
     check(expected, "grpo")
     assert min(row["teacher/loss"] for row in expected if row["phase"] != "warmup") > 0
@@ -193,9 +219,13 @@ def test_a_teacher_that_nothing_reads_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    "layout", ["TP 2", *(pytest.param(x, marks=pytest.mark.slow) for x in ("TP 2 × CP 2 × SP packed", "PP 2"))]
+    ("name", "layout"),
+    [
+        ("gkd", "TP 2"),
+        pytest.param("gkd", "PP 2", marks=pytest.mark.slow),
+        pytest.param("distillation_topk", "TP 2 × CP 2 × SP packed", marks=pytest.mark.slow),
+    ],
 )
-@pytest.mark.parametrize("name", ["gkd", pytest.param("distillation_topk", marks=pytest.mark.slow)])
 def test_distillation_from_hidden_states_of_both(name: str, layout: str, tmp_path: Path, taught: Path) -> None:
     """With a fused head neither model makes logits, and the numbers stay those of whole logits in one process."""
     teacher = {"distillation.teacher": taught}
@@ -207,10 +237,10 @@ def test_distillation_from_hidden_states_of_both(name: str, layout: str, tmp_pat
 
 
 # beside TP 2 × CP 2 × SP packed; pipeline and data ranks of the first are in batching/test_packed_layouts.py, and so are
-# all layouts of clip_cov; those of kto are in test_kto.py
+# all layouts of clip_cov; those of kto are in test_kto.py; reinforce_plus_plus is in config/test_algorithms.py
 FURTHER: dict[str, tuple[dict[str, int], ...]] = {
-    **dict.fromkeys(("ppo", "high_entropy", "reinforce_plus_plus", "optimal_token_baseline"), ()),
-    **dict.fromkeys(("dapo", "reward_model", "chord"), ({"pipeline": 2},)),
+    **dict.fromkeys(("ppo", "high_entropy", "optimal_token_baseline", "dapo"), ()),
+    **dict.fromkeys(("reward_model", "chord"), ({"pipeline": 2},)),
     "remax": ({},),
 }
 
@@ -219,9 +249,17 @@ FURTHER: dict[str, tuple[dict[str, int], ...]] = {
 @pytest.mark.parametrize("name", FURTHER)
 def test_layouts_agree(name: str, tmp_path: Path) -> None:
     """What goes beyond one forward and backward: a critic, two kinds of rows, statistics of the step, greedy answers."""
-    [expected] = run_world(1, train_rows, tiny(name, tmp_path / "one"))
+    small: dict[str, object] = {"model.layers": 2 if {"pipeline": 2} in FURTHER[name] else 1, **UNTAUGHT}
+    if name == "reward_model":
+        small["preference.steps"] = 1
+    elif name != "ppo":  # whose first step trains the critic alone
+        small["rl.steps"] = 1
+    if name == "chord":
+        del small["data.examples"]  # its experts' answers
+    [expected] = run_world(1, train_rows, tiny(name, tmp_path / "one", **small))
+    assert max(row.get("grad_norm", 0) for row in expected) > 0
     padded = [(2, layout, False) for layout in FURTHER[name]]
     for number, (ranks, layout, packing) in enumerate([LAYOUTS["TP 2 × CP 2 × SP packed"], *padded]):
-        more = {"parallel": layout, "batch.packing": packing}
+        more = {**small, "parallel": layout, "batch.packing": packing}
         for rows in run_world(ranks, train_rows, tiny(name, tmp_path / str(number), **more)):
             assert_near(rows, expected, abs=1e-10, where=layout)
