@@ -99,7 +99,7 @@ def flat_rows(case: str, folder: Path, **more: object) -> Rows:
             for case, world, batch, parallel in [
                 ("GRPO", 1, {"tokens": 40}, {}),
                 ("GRPO", 1, {"micro_batch_size": 6}, {}),
-                ("GRPO", 4, {"tokens": 40}, {"context": 2, "pipeline": 2}),
+                ("quantile of the step", 4, {"tokens": 40}, {"context": 2, "pipeline": 2}),
                 ("sampled, covariances", 4, {"tokens": 40}, {"context": 2}),
                 ("experts", 2, {"tokens": 40}, {}),
                 ("critic", 2, {"tokens": 40}, {"context": 2}),
