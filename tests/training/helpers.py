@@ -135,6 +135,20 @@ def screen_of_run(rank: int, arguments: list[str]) -> str:
     return screen.getvalue()
 
 
+def run_command(rank: int, words: list[str]) -> tuple[int, str, str]:
+    """Return status, output and errors of the command on this rank of the pool, whose world stays."""
+    from parallel_rl.cli import main
+    from parallel_rl.training.models import engine
+
+    out, errors = io.StringIO(), io.StringIO()
+    with (
+        mock.patch.object(engine, "end_world", lambda: None),
+        contextlib.redirect_stdout(out),
+        contextlib.redirect_stderr(errors),
+    ):
+        return main(words), out.getvalue(), errors.getvalue()
+
+
 def assert_near(rows: Rows, expected: Rows, rel: float = 1e-8, abs: float = 1e-12, where: str = "") -> None:
     """Rows of two runs have the same columns and phases, and numbers that are the same up to rounding."""
     assert [row["phase"] for row in rows] == [row["phase"] for row in expected], where

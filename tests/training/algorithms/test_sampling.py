@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 from pathlib import Path
-from unittest.mock import patch
 
 import pytest
-import torch.distributed as dist
 
 from parallel_rl.testing.pool import run_world
-from parallel_rl.training.models import engine
-from tests.training.helpers import run, train_rows
+from tests.training.helpers import run, run_command, train_rows
 
 
 @pytest.fixture(scope="module")
@@ -35,36 +30,44 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "checkpoints" / "step_000006"
 
 
-def _command(rank: int, words: list[str]) -> tuple[int, str, str]:
-    """Status, output and errors of the command on this rank of the pool, whose world stays."""
-    from parallel_rl.cli import main
-
-    out, errors = io.StringIO(), io.StringIO()
-    with (
-        patch.object(engine, "end_world", lambda: None),
-        patch.dict("os.environ", {"RANK": str(rank), "WORLD_SIZE": str(dist.get_world_size())}),
-        contextlib.redirect_stdout(out),
-        contextlib.redirect_stderr(errors),
-    ):
-        return main(["sample", *words]), out.getvalue(), errors.getvalue()
-
-
 @pytest.mark.slow
 def test_every_layout_prints_the_same_answers_once(checkpoint: Path) -> None:
     """Prompts in their order, each with its answers; drawn by number and seed, whichever data or tensor rank has them."""
-    words = [str(checkpoint), "--prompt", "1+2=", "--prompt", "30+4=", "--samples", "3", "--temperature", "1.5"]
-    [(status, screen, errors)] = run_world(1, _command, words)
+    words = [
+        "sample",
+        str(checkpoint),
+        "--prompt",
+        "1+2=",
+        "--prompt",
+        "30+4=",
+        "--samples",
+        "3",
+        "--temperature",
+        "1.5",
+    ]
+    [(status, screen, errors)] = run_world(1, run_command, words)
     assert status == 0 and errors == ""
     lines = screen.splitlines()
     assert [line for line in lines if not line.startswith("  ")] == ["1+2=", "30+4="] and len(lines) == 8
     assert len(set(lines)) > 3, "the answers differ"
     for world, layout in ((2, []), (2, ["--parallel.tensor", "2"]), (4, ["--parallel.pipeline", "2"])):
-        outcomes = run_world(world, _command, [*words, *layout])
+        outcomes = run_world(world, run_command, [*words, *layout])
         assert outcomes == [(0, screen, ""), *[(0, "", "")] * (world - 1)]
-    [(_, again, _)] = run_world(1, _command, [*words, "--seed", "1"])
+    [(_, again, _)] = run_world(1, run_command, [*words, "--seed", "1"])
     assert again != screen
-    greedy = [str(checkpoint), "--prompt", "1+2=", "--samples", "2", "--temperature", "0", "--max-new-tokens", "2"]
-    [(_, sure, _)] = run_world(1, _command, greedy)
+    greedy = [
+        "sample",
+        str(checkpoint),
+        "--prompt",
+        "1+2=",
+        "--samples",
+        "2",
+        "--temperature",
+        "0",
+        "--max-new-tokens",
+        "2",
+    ]
+    [(_, sure, _)] = run_world(1, run_command, greedy)
     first, second = sure.splitlines()[1:]
     assert first == second and len(first) <= 4
 
@@ -85,5 +88,5 @@ def test_every_layout_prints_the_same_answers_once(checkpoint: Path) -> None:
     ],
 )
 def test_what_cannot_be_sampled_is_said(words: list[str], message: str, checkpoint: Path) -> None:
-    [(status, screen, errors)] = run_world(1, _command, [str(checkpoint), *words])
+    [(status, screen, errors)] = run_world(1, run_command, ["sample", str(checkpoint), *words])
     assert status == 2 and screen == "" and message in errors

@@ -108,6 +108,7 @@ KL_AND_CRITIC = {
     "rl__kl_controller": "{target: 0.001, horizon: 100}",
     "rl__critic": "{optimizer: {lr: 1e-3}}",
     "rl__steps": 3,
+    "rl__updates": 1,
     "warmup__steps": 1,
 }
 LAYOUTS = {

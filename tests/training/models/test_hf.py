@@ -11,8 +11,7 @@ import torch
 
 from parallel_rl.testing.pool import run_world
 from tests.megatron.hf.golden import write_folder
-from tests.test_cli import command
-from tests.training.helpers import DATA, assert_near, cut, logged_rows, run, train_rows
+from tests.training.helpers import DATA, assert_near, cut, logged_rows, run, run_command, train_rows
 
 pytest.importorskip("safetensors")
 
@@ -28,12 +27,13 @@ def arguments(folder: Path, hf: Path, **overrides: object) -> list[str]:
         "data": {"rollouts": str(DATA / "arithmetic_rollouts.jsonl")},
         "warmup": "null",
         "evaluation": "null",
-        "batch__micro_batch_size": 4,
+        "batch__micro_batch_size": 8,
         "rl__steps": STEPS,
         "rl__prompts": 4,
         "rl__group_size": 4,
         "rl__updates": 1,
         "rl__optimizer": {"lr": 1e-3},
+        "run__loggers": [],
     }
     return run("grpo_arithmetic.yaml", **{**given, **overrides})
 
@@ -141,16 +141,15 @@ def refused(rank: int, given: list[str], checkpoint: str | None = None, out: str
 
 @pytest.mark.slow
 def test_the_command_exports_what_was_drawn_here(tmp_path: Path) -> None:
-    """A model of the trainer's own that is a llama; its end token is told to engines.
-
-    May take twenty seconds: the command starts on two ranks, which import torch and Megatron.
-    """
+    """A model of the trainer's own that is a llama; its end token is told to engines."""
     sizes = {"layers": 2, "hidden": 16, "heads": 2, "position": "rope", "gated": True}
     given = arguments(tmp_path / "run", tmp_path, model=sizes)
     run_world(1, train_rows, given)
     checkpoint, out = tmp_path / "run/checkpoints/step_000002", tmp_path / "out"
-    done = command("export", str(checkpoint), str(out), "--parallel.tensor", "2", ranks=2)
-    assert done.returncode == 0 and "wrote" in done.stdout, done.stderr
+    words = ["export", str(checkpoint), str(out), "--parallel.tensor", "2"]
+    (status, screen, errors), second = run_world(2, run_command, words)
+    assert status == 0 and screen.endswith(f"wrote {out}: config.json, model.safetensors\n"), errors
+    assert second == (0, "", "")
     config = json.loads((out / "config.json").read_text())
     assert (config["model_type"], config["eos_token_id"], config["vocab_size"]) == ("llama", 2, 15)
     [again] = run_world(1, refused, given, str(checkpoint), str(out))
