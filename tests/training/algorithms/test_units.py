@@ -44,6 +44,8 @@ def config(folder: Path, mode: str, file: Path, **more: object) -> list[str]:
         data={"rollouts": str(file)},
         warmup="null",
         evaluation="null",
+        run__loggers="[]",
+        model__layers=1,
         model__hidden=16,
         rl__steps=2,
         rl__prompts=4,

@@ -155,7 +155,8 @@ class AtPredictor(Warming):
 
 
 def own_run(objective: str, folder: Path, path: Path, **more: object) -> list[str]:
-    small = {"model__hidden": 16, "evaluation": "null", "data__held_out": "null", "run__dtype": "float64"}
+    small = {"model__layers": 1, "model__hidden": 16, "evaluation": "null", "data__held_out": "null"}
+    small |= {"run__dtype": "float64", "run__loggers": "[]"}
     if objective == "sft":
         of_loss = {
             "sft__steps": 2,

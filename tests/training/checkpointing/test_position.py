@@ -18,6 +18,7 @@ parquet = pytest.importorskip("pyarrow.parquet")
 
 RECORDS = 24  # fewer than a run takes: it goes on within its second pass
 SMALL = {
+    "run__loggers": "[]",
     "model__layers": 1,
     "model__hidden": 16,
     "evaluation": "null",

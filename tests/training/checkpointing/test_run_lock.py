@@ -16,6 +16,7 @@ import pytest
 
 from parallel_rl.testing.pool import WorldError, run_world
 from parallel_rl.training.checkpointing import run_folder
+from tests.launch import UNCOMPILED
 from tests.training.checkpointing.saves import arguments, snapshot
 from tests.training.helpers import train_rows
 
@@ -35,7 +36,7 @@ def test_a_second_run_says_who_holds_the_folder(tmp_path: Path) -> None:
     """Both wrote metrics.jsonl and removed each other's checkpoints. A killed holder leaves nothing that is in the way."""
     folder = tmp_path / "run"
     folder.mkdir()
-    env = {**os.environ, "SLURM_JOB_ID": "17"}
+    env = {**os.environ, "SLURM_JOB_ID": "17", **UNCOMPILED}
     holder = subprocess.Popen([sys.executable, "-c", HOLD, str(folder)], stdout=subprocess.PIPE, text=True, env=env)
     try:
         assert holder.stdout is not None and holder.stdout.readline() == "held\n"

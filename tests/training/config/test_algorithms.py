@@ -11,8 +11,15 @@ from parallel_rl.testing.pool import run_world
 from parallel_rl.training.reporting.run_log import RunLog, draw_curves, read_metrics
 from tests.training.helpers import LAYOUTS, assert_near, run, train_rows
 
-TINY = {"model__hidden": 32, "run__dtype": "float64", "batch__micro_batch_size": 8, "evaluation": "{samples: 1}"}
-WARMUP = "{steps: 2, batch_size: 8, optimizer: {lr: 3e-3}}"
+TINY = {
+    "model__hidden": 16,
+    "model__layers": 1,
+    "run__dtype": "float64",
+    "run__loggers": "[]",
+    "batch__micro_batch_size": 8,
+    "evaluation": "null",
+}
+WARMUP = "{steps: 1, batch_size: 8, optimizer: {lr: 3e-3}}"
 KL_IN_REWARD = {
     "warmup": WARMUP,
     "reward": "long_answers",
@@ -49,8 +56,10 @@ OBJECTIVES = {
 @pytest.mark.parametrize("config", list(OBJECTIVES))
 def test_the_other_objectives_agree_and_learn(config: str, tmp_path: Path) -> None:
     one = rows_of(config, tmp_path / "one", "one process", **OBJECTIVES[config])
-    four = rows_of(config, tmp_path / "four", "TP 2 × CP 2 × SP packed", **OBJECTIVES[config])
-    assert_near(one, four)
+    steps = {name: 2 if name.endswith("__steps") else value for name, value in OBJECTIVES[config].items()}
+    four = rows_of(config, tmp_path / "four", "TP 2 × CP 2 × SP packed", **steps)
+    assert len(four) >= 2
+    assert_near(four, one[: len(four)])
     main = [row for row in one if "accuracy" in row or config.startswith("sft")]
     assert len(main) == 4 and main[-1]["loss"] < main[0]["loss"] - 0.02
 
@@ -60,11 +69,10 @@ def test_truncated_sampling_agrees_on_every_layout(tmp_path: Path) -> None:
     """Draws, old log-probs and the loss follow one rule; what is compared with the reference policy follows none."""
     more = {
         **KL_IN_REWARD,
-        "sampling": "{max_new_tokens: 4, temperature: 0.9, top_k: 9, top_p: 0.9}",
+        "sampling": "{max_new_tokens: 2, temperature: 0.9, top_k: 9, top_p: 0.9}",
         "rl__kl_controller": "{target: 0.1}",
+        "rl__prompts": 2,
         "rl__loss": "{name: clipped_pg, options: {reference_policy_kl_penalty: 0.1}}",
-        "evaluation": "null",
-        "data__held_out": "null",
     }
     one = rows_of("grpo_arithmetic.yaml", tmp_path / "one", "one process", **more)
     four = rows_of("grpo_arithmetic.yaml", tmp_path / "four", "TP 2 × CP 2 × SP packed", **more)
@@ -112,12 +120,9 @@ def test_what_was_recorded_can_be_trained_on(tmp_path: Path) -> None:
     recording = tmp_path / "rollouts.jsonl"
     recording.write_text("".join(path.read_text() for path in files))
     assert len({json.loads(line)["group"] for line in recording.read_text().splitlines()}) == 8
-    data = {"data": {"rollouts": str(recording)}, "evaluation": "null"}
+    data = {"data": {"rollouts": str(recording)}}
     small.pop("data__examples")
     again = rows_of("grpo_arithmetic.yaml", tmp_path / "b", "one process", **{**small, **more, **data}, rl__steps=2)
-    for row in first:
-        for name in [name for name in row if name.startswith("held_out_")]:
-            del row[name]
     assert_near(again, first, abs=1e-9)
 
 

@@ -215,13 +215,13 @@ def _recorded(folder: Path, name: str, rollouts: list[Rollout], layout: str = "o
     write_rollouts(folder / f"{name}.jsonl", rollouts)
     arguments = run(
         "grpo_arithmetic.yaml",
-        run={"dir": str(folder / f"{name} {layout}"), "dtype": "float64"},
+        run={"dir": str(folder / f"{name} {layout}"), "dtype": "float64", "loggers": []},
         data={"rollouts": str(folder / f"{name}.jsonl")},
         warmup="null",
         evaluation="null",
         parallel=parallel,
         batch__packing=packing,
-        model={"layers": 2, "hidden": 32, "heads": 4, "init_std": 0.3, "vocab_multiple": 4},
+        model={"layers": 1, "hidden": 32, "heads": 4, "init_std": 0.3, "vocab_multiple": 4},
         rl__steps=2,
         rl__prompts=2,
         rl__group_size=2,

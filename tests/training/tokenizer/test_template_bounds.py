@@ -53,21 +53,21 @@ QUICK = [
     LONG[2],
     LONG[5],
 ]
-CONSTANTS = ["{{ 1|round(900000000, 'ceil') }}", "{{ 2 ** 4000000000 }}", "{{ [1]|slice(200000000)|list }}"]
+CONSTANTS = ["{{ 2 ** 4000000000 }}", "{{ [1]|slice(200000000)|list }}"]
 
 
 @pytest.mark.parametrize(
     "source",
     [
-        pytest.param(source, marks=() if source in (*QUICK, CONSTANTS[1]) else pytest.mark.slow)
+        pytest.param(source, marks=() if source in (*QUICK, CONSTANTS[0]) else pytest.mark.slow)
         for source in (*LARGE, *DOUBLED, *LONG, *CONSTANTS)
     ],
 )
 def test_every_template_is_bounded(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """In time and memory, whatever it computes, and while Jinja folds its constants; the next rendering has a new process."""
-    monkeypatch.setattr("parallel_rl.training.tokenizer.chat_template.SECONDS", 0.5 if source in LONG else 60.0)
+    monkeypatch.setattr("parallel_rl.training.tokenizer.chat_template.SECONDS", 0.1 if source in LONG else 60.0)
     message = (
-        "takes more than 0.5 seconds" if source in LONG else "makes a text of more than 16,777,216 characters, or needs"
+        "takes more than 0.1 seconds" if source in LONG else "makes a text of more than 16,777,216 characters, or needs"
     )
     if source in CONSTANTS:
         message = "takes more than a second to compile|makes a text of more than"
