@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import difflib
-import os
 import re
 import runpy
-import subprocess
+import shlex
 import sys
+from pathlib import Path
 
 import pytest
 
 from parallel_rl.testing.pool import preload, run_world
-from tests.launch import UNCOMPILED
+from tests.forked import run_ranks
 from tests.training.helpers import ROOT
 
 preload("parallel_rl.megatron")
@@ -50,8 +50,14 @@ def test_the_loops_log_and_train_alike_on_any_layout() -> None:
     assert all(row["gradient norm"] > 0 for logs in alone for row in logs)
 
 
+def _as_script(words: list[str]) -> None:
+    """Run a file and its arguments as torchrun does on each rank."""
+    sys.argv = words
+    runpy.run_path(words[0], run_name="__main__")
+
+
 @pytest.mark.slow
-def test_the_command_of_the_file_runs_as_it_stands() -> None:
+def test_the_command_of_the_file_runs_as_it_stands(tmp_path: Path) -> None:
     """What lies under `__main__` too, alike in each file, which on a CPU machine ended in an assertion of torch.cuda."""
     pytest.importorskip("megatron.core")
     texts = {name: (FOLDER / f"{name}.py").read_text(encoding="utf-8") for name in ("gpt", "gpt_grpo", "gpt_dpo")}
@@ -59,16 +65,10 @@ def test_the_command_of_the_file_runs_as_it_stands() -> None:
         re.findall(r"torchrun (.*)$", text, re.M)[0].replace(f"/{name}.py", "/FILE") for name, text in texts.items()
     }
     [command], [_] = commands, {text.split("__main__")[1] for text in texts.values()}
-    run = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        *command.replace("FILE", "gpt_grpo.py").split(),
-    ]
-    settings = {**os.environ, "OMP_NUM_THREADS": "1", **UNCOMPILED}
-    done = subprocess.run(run, cwd=ROOT, env=settings, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
+    option, ranks, *words = shlex.split(command.replace("FILE", "gpt_grpo.py"))
+    assert option == "--nproc-per-node"
+    done = run_ranks(tmp_path, _as_script, words, ranks=int(ranks))
+    assert done.statuses == [0, 0], done.stderr
     assert len(re.findall(r"^loss \d.* gradient norm \d", done.stdout, re.M)) == 3
 
 

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -21,7 +18,7 @@ from parallel_rl.doctor.packages import apex_kind, ask_ports, packages, settings
 from parallel_rl.doctor.world import Sizes, _elsewhere, ask_groups, ask_world
 from parallel_rl.testing.pool import run_world
 from parallel_rl.testing.whole_step.known_faults import RunFacts, gate_line
-from tests.launch import UNCOMPILED
+from tests.forked import command, run_ranks
 
 pytest.importorskip("megatron.core")
 ROOT = Path(__file__).parents[2]
@@ -179,14 +176,10 @@ def test_what_is_wrong_on_another_host_is_told_on_the_first() -> None:
         ]
 
 
-# each rank would start worlds of its own for them: a minute on two cores; one process does above
-_WITHOUT_CONTRACTS = """
-import sys
-from parallel_rl.doctor import faults
-faults.ask_contracts = list
-from parallel_rl.cli import main
-sys.exit(main(sys.argv[1:]))
-"""
+def _without_contracts(words: list[str]) -> None:
+    """Run the command without the contracts, which start a pool of their own; one process does above."""
+    doctor_faults.ask_contracts = list
+    command(words)
 
 
 def _groups(rank: int) -> list[Finding]:
@@ -203,14 +196,10 @@ def test_each_group_of_a_layout_is_timed() -> None:
 
 
 @pytest.mark.slow
-def test_the_ranks_of_a_job() -> None:
-    """Under a real torchrun: one host, two ranks, each group timed, told once."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--no-python"]
-    command += [sys.executable, "-c", _WITHOUT_CONTRACTS]
-    command += ["doctor", "--world", "--json", "--pipeline", "2"]
-    settings = {**os.environ, "OMP_NUM_THREADS": "1", **UNCOMPILED}
-    done = subprocess.run(command, cwd=ROOT, env=settings, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stderr[-2000:]
+def test_the_ranks_of_a_job(tmp_path: Path) -> None:
+    """One host, two ranks, each group timed; one rank prints the report."""
+    done = run_ranks(tmp_path, _without_contracts, ["doctor", "--world", "--json", "--pipeline", "2"])
+    assert done.statuses == [0, 0], done.stderr[-2000:]
     found = {each["subject"]: each for each in json.loads(done.stdout)}
     assert "(2 ranks)" in found["hosts"]["text"] and found["clocks"]["severity"] == "ok"
     assert found["rendezvous"]["severity"] == "ok"
