@@ -7,7 +7,6 @@ import gc
 import io
 import json
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -23,6 +22,8 @@ from parallel_rl.cli.runs import importing
 from parallel_rl.recipes import find_recipe
 from parallel_rl.testing.pool import run_world
 from parallel_rl.training.config.load import as_mapping, load_config
+from tests import forked
+from tests.forked import run_ranks
 from tests.launch import UNCOMPILED
 from tests.training.helpers import CONFIGS, ROOT, train_rows
 
@@ -30,9 +31,8 @@ ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **
 GRPO = str(CONFIGS / "grpo_arithmetic.yaml")
 
 
-def command(*arguments: str, ranks: int | None = None, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
-    launcher = [] if ranks is None else ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    line = [sys.executable, *launcher, "-m", "parallel_rl.cli", *arguments]
+def command(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    line = [sys.executable, "-m", "parallel_rl.cli", *arguments]
     return subprocess.run(line, env=ENVIRONMENT, cwd=cwd, capture_output=True, text=True, timeout=300)
 
 
@@ -176,21 +176,10 @@ def test_a_world_that_does_not_match_is_an_error_on_every_rank(tmp_path: Path) -
     wanted = [
         f"parallel-rl: error (rank {rank}): the world has 2 ranks; parallel.tensor 2 × context 2" for rank in range(2)
     ]
-    line = [sys.executable, "-m", "parallel_rl.cli", "train", GRPO, "--run.dir", str(tmp_path)]
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    job = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     # not by torchrun, which on a busy machine ends a rank before it has printed, since another has failed
-    ranks = [
-        subprocess.Popen(
-            line, env={**ENVIRONMENT, **job, "RANK": str(rank)}, cwd=ROOT, stderr=subprocess.PIPE, text=True
-        )
-        for rank in range(2)
-    ]
-    for rank, text in zip(ranks, wanted, strict=True):
-        said = rank.communicate(timeout=120)[1]
-        assert rank.returncode != 0 and text in said, said
-    assert list(tmp_path.iterdir()) == []
+    done = run_ranks(tmp_path, forked.command, ["train", GRPO, "--run.dir", str(tmp_path / "run")])
+    assert 0 not in done.statuses and all(text in done.stderr for text in wanted), done.stderr
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_recipe_is_found_and_refused_before_any_work(capsys: pytest.CaptureFixture[str]) -> None:
@@ -288,8 +277,8 @@ def test_a_run_for_many_ranks_started_as_one_process_says_how_to_start_it(capsys
 
 
 @pytest.mark.slow
-def test_torchrun_with_data_parallel_ranks(tmp_path: Path) -> None:
-    """May take twenty seconds: torchrun and its ranks import torch and Megatron."""
+def test_data_parallel_ranks(tmp_path: Path) -> None:
+    """The command on two ranks of a job; under torchrun itself: cluster/test_preemption.py."""
     small = [
         "--batch.micro_batch_size",
         "8",
@@ -304,8 +293,8 @@ def test_torchrun_with_data_parallel_ranks(tmp_path: Path) -> None:
     ]
     config = [str(CONFIGS / "sft_arithmetic.yaml"), *small, "--run.dtype", "float64", "--run.dir"]
     [one] = run_world(1, train_rows, [*config, str(tmp_path / "one")])
-    done = command("train", *config, str(tmp_path / "two"), ranks=2)
-    assert done.returncode == 0, done.stderr
+    done = run_ranks(tmp_path, forked.command, ["train", *config, str(tmp_path / "two")])
+    assert done.statuses == [0, 0], done.stderr
     two = [json.loads(line) for line in (tmp_path / "two" / "metrics.jsonl").read_text().splitlines()]
     for row, other in zip(one, two, strict=True):
         for key in ("loss", "grad_norm"):

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import os
 import runpy
-import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
+from torch import multiprocessing
 
 from parallel_rl.testing.pool import preload, run_world
-from tests.launch import UNCOMPILED
+from tests.forked import run_ranks
 from tests.training.helpers import ROOT, train_rows
 
 preload("parallel_rl.megatron")
@@ -23,11 +23,16 @@ def train(rank: int, name: str, *arguments: int) -> list[float]:
     return found
 
 
-@pytest.mark.slow  # three processes import torch; the same numbers on two ranks of the pool: test_readme
-def test_a_loss_on_two_ranks_is_that_of_one() -> None:
-    command, settings = [sys.executable, "examples/grpo_loss_two_ranks.py"], {**os.environ, **UNCOMPILED}
-    done = subprocess.run(command, cwd=ROOT, env=settings, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+def _two_ranks() -> None:
+    """Run the example as a script whose ranks are forked: started by spawn, each of them imports torch."""
+    multiprocessing.spawn = partial(multiprocessing.start_processes, start_method="fork")
+    runpy.run_path(str(ROOT / "examples" / "grpo_loss_two_ranks.py"), run_name="__main__")
+
+
+@pytest.mark.slow
+def test_a_loss_on_two_ranks_is_that_of_one(tmp_path: Path) -> None:
+    done = run_ranks(tmp_path, _two_ranks, ranks=1)
+    assert done.statuses == [0], done.stderr
     assert "loss and gradients equal those of one process" in done.stdout
 
 

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from parallel_rl.testing import pool
 from parallel_rl.training.config.sections import ParallelConfig
 from tests.launch import UNCOMPILED
+from tests.training.helpers import DATA, first_records
 from tools.lint_sbatch import lint
 
 ROOT = Path(__file__).parents[1]
@@ -287,8 +288,8 @@ def test_the_commands_for_two_hosts_work_as_they_are_written(tmp_path: Path) -> 
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    small = "--evaluation=null --warmup=null --parallel={} --model.hidden=32 --rl.steps=1 --rl.prompts=4 --rl.updates=1"
-    rollouts = f"--data={{rollouts: {ROOT}/configs/data/arithmetic_rollouts.jsonl}}"
+    small = "--evaluation=null --warmup=null --parallel={} --model.hidden=16 --rl.steps=1 --rl.prompts=4 --rl.updates=1"
+    rollouts = f"--data={{rollouts: {first_records(DATA / 'arithmetic_rollouts.jsonl', 32)}}}"
     hosts = []
     for command in commands:
         words = shlex.split(command.replace("host1", "127.0.0.1").replace("29500", str(port)))

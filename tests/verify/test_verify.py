@@ -15,6 +15,7 @@ import pytest
 from parallel_rl.cli import main
 from parallel_rl.hosts.registry import FRAMEWORKS, part
 from parallel_rl.verify.words import of_words
+from tests.forked import command, run_ranks
 from tests.launch import UNCOMPILED
 
 ROOT = Path(__file__).parents[2]
@@ -108,27 +109,25 @@ def _with_environment(marker: str) -> list[int]:
     return found
 
 
-def _in_torchrun(*arguments: str) -> subprocess.CompletedProcess[str]:
+@pytest.mark.slow
+def test_inside_torchrun() -> None:
+    """The job's own ranks and groups; the job's status is that of the ranks, and its output has the report."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **UNCOMPILED}
-    command = [*launcher, "-m", "parallel_rl.cli", "verify", *arguments]
-    return subprocess.run(command, cwd=ROOT, env=env, text=True, capture_output=True, timeout=240)
-
-
-@pytest.mark.parametrize(
-    ("loss", "status", "through"),
-    [
-        ("nll", 0, "groups"),
-        ("tests.testing.planted:ContextAveraged", 1, "megatron"),
-    ],
-)
-@pytest.mark.slow
-def test_inside_torchrun(loss: str, status: int, through: str) -> None:
-    """The job's own ranks and groups, or Megatron's; every rank exits alike, and not before the report is out."""
-    done = _in_torchrun("--loss", loss, "--layouts", "cp=2", "tp=1", "--through", through)
-    assert (done.returncode != 0) == bool(status), done.stderr
+    words = [*launcher, "-m", "parallel_rl.cli", "verify", "--loss", "nll", "--layouts", "cp=2", "tp=1"]
+    done = subprocess.run(words, cwd=ROOT, env=env, text=True, capture_output=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    assert "1 of 1 losses obey the law" in done.stdout
     assert "no valid token" not in done.stderr  # its own batches have empty rows on purpose
-    assert ("gradient averaged over context ranks" in done.stdout) == bool(status)
+
+
+@pytest.mark.slow
+def test_on_the_megatron_groups_of_a_job(tmp_path: Path) -> None:
+    """Every rank exits alike, and not before the report is out."""
+    words = ["verify", "--loss", "tests.testing.planted:ContextAveraged", "--layouts", "cp=2", "tp=1"]
+    done = run_ranks(tmp_path, command, [*words, "--through", "megatron"])
+    assert done.statuses == [1, 1], done.stderr
+    assert "gradient averaged over context ranks" in done.stdout
 
 
 @pytest.mark.slow
@@ -140,12 +139,11 @@ def test_inside_torchrun(loss: str, status: int, through: str) -> None:
         ("HangsAlone", "HangsAlone on one process did not come back in 12 s"),
     ],
 )
-def test_a_job_ends_in_time(loss: str, said: str) -> None:
+def test_a_job_ends_in_time(loss: str, said: str, tmp_path: Path) -> None:
     """Collectives of every group end with the timeout, and a rank that none waits for ends itself."""
-    began = time.monotonic()
-    done = _in_torchrun("--loss", f"tests.testing.broken_losses:{loss}", "--timeout", "12", "--layouts", "dp=2")
-    assert time.monotonic() - began < 200 and done.returncode == 1  # of the 1000 that the loss sleeps
-    assert said in done.stdout + done.stderr
+    words = ["verify", "--loss", f"tests.testing.broken_losses:{loss}", "--timeout", "12", "--layouts", "dp=2"]
+    done = run_ranks(tmp_path, command, words)
+    assert done.statuses == [1, 1] and said in done.stdout + done.stderr, done
 
 
 def test_layouts_are_every_combination() -> None:

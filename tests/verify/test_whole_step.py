@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from parallel_rl.cli import main
-from tests.launch import UNCOMPILED
+from tests.forked import command, run_ranks
 
 pytest.importorskip("megatron.core")
 ROOT = Path(__file__).parents[2]
@@ -29,17 +26,17 @@ def test_the_page_shows_what_the_command_says(
     """The model with the fault and the same model without it, by the page's own code and command."""
     text = PAGE.read_text(encoding="utf-8")
     code, mark = re.findall(r"^```python\n(.*?)^```", text, re.M | re.S)
-    command, wrong = re.findall(r"^```\nparallel-rl (verify .*?)\n(.*?)^```", text, re.M | re.S)[0]
+    line, wrong = re.findall(r"^```\nparallel-rl (verify .*?)\n(.*?)^```", text, re.M | re.S)[0]
     made = "        self.head_scale = torch.nn.Parameter(torch.ones(heads))\n"
     (tmp_path / "my_model.py").write_text(code)
     imported = "from megatron.core.tensor_parallel import set_tensor_model_parallel_attributes\n"
     (tmp_path / "my_marked_model.py").write_text(imported + code.replace(made, made + mark))
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
-    assert main(command.split()) == 1
+    assert main(line.split()) == 1
     said = capsys.readouterr().out
     assert _without_noise(said).startswith(_without_noise(wrong)), said
-    assert main([word.replace("my_model", "my_marked_model") for word in command.split()]) == 0
+    assert main([word.replace("my_model", "my_marked_model") for word in line.split()]) == 0
     assert "the step is that of one process on 4 layouts" in capsys.readouterr().out
 
 
@@ -104,30 +101,11 @@ def test_parts_of_a_script_need_a_model(capsys: pytest.CaptureFixture[str]) -> N
         ),
     ],
 )
-def test_the_ranks_of_a_job(callback: str, layouts: list[str], status: int, said: str) -> None:
+def test_the_ranks_of_a_job(callback: str, layouts: list[str], status: int, said: str, tmp_path: Path) -> None:
     """One process's run is then each data rank's, with the same rows on all of them; a failure leaves the rest out."""
-    launcher = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node=2",
-        "-m",
-        "parallel_rl.cli",
-    ]
-    more = [
-        "--model-config",
-        f"{RIGHT}:dense_config",
-        "--loss-callback",
-        f"tests.testing.whole_step.{callback}",
-        "--timeout",
-        "40",
-        "--layouts",
-        *layouts,
-    ]
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **UNCOMPILED}
-    command = [*launcher, *COMMAND, f"{RIGHT}:provider", *more]
-    done = subprocess.run(command, cwd=ROOT, env=env, text=True, capture_output=True, timeout=240)
-    assert done.returncode == status, done.stderr
+    more = ["--model-config", f"{RIGHT}:dense_config", "--loss-callback", f"tests.testing.whole_step.{callback}"]
+    words = [*COMMAND, f"{RIGHT}:provider", *more, "--timeout", "15", "--layouts", *layouts]
+    done = run_ranks(tmp_path, command, words)
+    assert done.statuses == [status, status], done.stderr
     assert re.search(said, done.stdout), done.stdout + done.stderr
     assert "left out" in done.stdout or status == 0
