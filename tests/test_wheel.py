@@ -53,11 +53,13 @@ def test_the_readmes_install_commands(tmp_path: Path) -> None:
         shutil.copy(ROOT / name, source)
     for name in ("configs", "slurm", "parallel_rl"):
         shutil.copytree(ROOT / name, source / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
-    subprocess.run([sys.executable, "-m", "venv", str(environment)], check=True, timeout=120)
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(environment)], check=True, timeout=120)
+    (environment / "bin" / "pip").write_text('#!/bin/sh\nexec python -m pip "$@"\n')
+    (environment / "bin" / "pip").chmod(0o755)
     [packages] = environment.glob("lib/python*/site-packages")
     (packages / "tests.pth").write_text(sysconfig.get_path("purelib") + "\n")
     assert len({*PIP}) == len({*UV}) == 1
-    run(PIP[0], source, environment)
+    run(f"{PIP[0]} uv", source, environment)
     count, path, installed = run(f"python -c '{_FOUND}'", tmp_path, environment).split()
     assert int(count) == len(list((ROOT / "configs" / "recipes").glob("*.yaml")))
     assert Path(installed) == packages / "parallel_rl" and Path(path).is_relative_to(installed)
@@ -65,7 +67,6 @@ def test_the_readmes_install_commands(tmp_path: Path) -> None:
         assert Path(installed, "slurm", script.name).is_file()
     for name in ("html.j2", "css", "js"):
         assert Path(installed, "explain", f"page.{name}").is_file()
-    run("pip install uv", source, environment)
     run(f"{UV[0]} --dry-run", source, environment)
 
 
