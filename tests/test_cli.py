@@ -202,12 +202,8 @@ def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == f"parallel-rl {parallel_rl.__version__}\n"
 
 
-@pytest.mark.parametrize(
-    "command",
-    ["recipes", pytest.param("plan configs/grpo_arithmetic.yaml --tokens 4096 --json", marks=pytest.mark.slow)],
-)
-def test_a_reader_that_leaves_early(command: str) -> None:
-    line = f"set -o pipefail; {sys.executable} -u -m parallel_rl.cli {command} | head -1"
+def test_a_reader_that_leaves_early() -> None:
+    line = f"set -o pipefail; {sys.executable} -u -m parallel_rl.cli recipes | head -1"
     done = subprocess.run(["bash", "-c", line], env=ENVIRONMENT, cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stderr, done.stdout.count("\n")) == (0, "", 1)
 
