@@ -67,10 +67,9 @@ def run_ranks(folder: Path, work: Callable[..., object], *arguments: object, ran
 def command(words: list[str]) -> None:
     """Run `parallel-rl WORDS` in this process and exit with its status."""
     from parallel_rl.cli import main
-    from parallel_rl.cluster.preemption import leave
 
     sys.argv = ["parallel-rl", *words]
-    leave(main())
+    sys.exit(main())
 
 
 def _nothing(rank: int) -> None:
