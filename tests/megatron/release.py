@@ -3,6 +3,8 @@
 import gc
 import sys
 
+from parallel_rl.testing.pool import run_world
+
 
 def release_experts() -> None:
     """Let go of models with experts: their layers keep the last graph, whose hooks keep the model, and it Megatron's groups.
@@ -14,3 +16,12 @@ def release_experts() -> None:
         for referrer in gc.get_referrers(layers.MoELayer):  # its instances among them
             if isinstance(referrer, layers.MoELayer):
                 referrer.__dict__.clear()
+
+
+def release_in_the_pool(ranks: int) -> None:
+    """Let go of them on so many ranks of the pool, where code of the package ran a model with experts."""
+    run_world(ranks, _release)
+
+
+def _release(rank: int) -> None:
+    release_experts()
