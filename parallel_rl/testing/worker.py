@@ -91,10 +91,24 @@ def _call(rank: int, setting: Setting, task: bytes | Callable[[], tuple]) -> Any
     return fn(rank, *args)
 
 
+def release_experts() -> None:
+    """Drop every Megatron model with experts.
+
+    Its layers keep their last graph, whose hooks keep the model's groups. Each group has threads that poll, and a hundred
+    groups take most of a core.
+    """
+    layers = sys.modules.get("megatron.core.transformer.moe.moe_layer")
+    if layers is not None:
+        for referrer in gc.get_referrers(layers.MoELayer):
+            if isinstance(referrer, layers.MoELayer):
+                referrer.__dict__.clear()
+
+
 def _forget() -> None:
     import torch
     import torch.distributed as dist
 
+    release_experts()
     with contextlib.suppress(Exception):
         megatron = sys.modules.get("megatron.core.parallel_state")
         if megatron is not None:

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from parallel_rl.testing.worker import release_experts
 from tests.distributed.megatron_cases import LENGTHS, VOCAB, Case, make_data, make_loss, make_model, split
 from tests.distributed.megatron_oracle import Outcome
-from tests.megatron.release import release_experts
 
 if TYPE_CHECKING:
     from megatron.core.distributed import DistributedDataParallelConfig

@@ -22,7 +22,7 @@ import torch
 from parallel_rl.config.yaml_files import read_tree
 from parallel_rl.experience import register_reward
 from parallel_rl.testing import pool
-from tests.megatron.release import release_experts
+from parallel_rl.testing.worker import release_experts
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = ROOT / "configs"
