@@ -18,25 +18,27 @@ POINTERS = {
     "end": "*fp32", "rate": "*fp32", "inv_t": "*fp64", "low": "*fp32", "high": "*fp32", "top": "*fp64", "unit": "*fp64",
     "copied": "*i32", "missed": "*i1", "before": "*i64", "pivots": "*fp32", "floor": "*fp32",
 }  # fmt: skip
-OPTIONS: list[Any] = [
-    ("bins", {"BINS": 128}),
-    ("weigh", {"TOP_K": False}),
-    pytest.param("weigh", {"TOP_K": True}, marks=pytest.mark.slow),
-    ("held", {"MASSES": True}),
-    pytest.param("held", {"MASSES": False}, marks=pytest.mark.slow),
-]
+BINS, WEIGH, WEIGH_TOP_K, HELD, HELD_COUNTS = [
+    ("bins", {"BINS": 128}), ("weigh", {"TOP_K": False}), ("weigh", {"TOP_K": True}),
+    ("held", {"MASSES": True}), ("held", {"MASSES": False}),
+]  # fmt: skip
+#: (width, dtype, architecture): the passes that are built for it; each of them on Hopper, on Blackwell and at an odd width
+BUILDS: dict[tuple[int, torch.dtype, int], list[tuple[str, dict[str, Any]]]] = {
+    (16032, torch.bfloat16, 90): [BINS, WEIGH, HELD],
+    (16032, torch.float32, 90): [WEIGH_TOP_K, HELD_COUNTS],
+    (16032, torch.bfloat16, 100): [BINS, WEIGH_TOP_K, HELD],
+    (16033, torch.float32, 90): [BINS, WEIGH, HELD],
+}
 #: instructions for a logit: adding another int64 sum to a pass is seen by no other test without a card
 MOST = {"bins": 66, "weigh": 130, "held": 90}
 
 
-@pytest.mark.parametrize(("name", "options"), OPTIONS, ids=str)
 @pytest.mark.parametrize(
-    ("width", "dtype", "architecture"),
+    ("width", "dtype", "architecture", "name", "options"),
     [
-        (16032, torch.bfloat16, 90),
-        pytest.param(16032, torch.float32, 90, marks=pytest.mark.slow),
-        pytest.param(16032, torch.bfloat16, 100, marks=pytest.mark.slow),
-        pytest.param(16033, torch.float32, 90, marks=pytest.mark.slow),
+        pytest.param(*at, *each, marks=() if at == (16032, torch.bfloat16, 90) else pytest.mark.slow)
+        for at, passes in BUILDS.items()
+        for each in passes
     ],
     ids=str,
 )
