@@ -24,8 +24,15 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 SHAPES = [(6, 37), (3, 4096), (3, 9005), (3, 9008)]
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    ("shape", "dtype"),
+    [
+        *((shape, torch.float32) for shape in SHAPES),
+        *((shape, torch.bfloat16) for shape in SHAPES[2:]),
+        *((shape, torch.float16) for shape in SHAPES[:3:2]),
+    ],
+    ids=str,
+)
 def test_error_against_float64(dtype: torch.dtype, shape: tuple[int, int]) -> None:
     check(*logits_and_targets(*shape, dtype))
 
@@ -157,13 +164,22 @@ class Launches:
         return launch
 
 
-@pytest.mark.parametrize(("dtype", "splits"), [(torch.float32, True), (torch.bfloat16, False)], ids=str)
 @pytest.mark.parametrize(
-    ("first", "stride", "aligned"),
-    [(0, 9024, True), (8, 9024, True), (3, 9024, False), (0, 9025, False), (8, 9020, "fp32"), (4, 9024, "fp32")],
+    ("first", "stride", "aligned", "dtype", "splits"),
+    [
+        (0, 9024, True, torch.float32, True),
+        (8, 9024, True, torch.bfloat16, False),
+        (3, 9024, False, torch.bfloat16, False),
+        (0, 9025, False, torch.float32, True),
+        (8, 9020, True, torch.float32, True),
+        (8, 9020, False, torch.bfloat16, False),
+        (4, 9024, True, torch.float32, True),
+        (4, 9024, False, torch.bfloat16, False),
+    ],
+    ids=str,
 )
 def test_rows_begin_anywhere(
-    first: int, stride: int, aligned: bool | str, dtype: torch.dtype, splits: bool, monkeypatch: pytest.MonkeyPatch
+    first: int, stride: int, aligned: bool, dtype: torch.dtype, splits: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By their stride and by where the first one lies; neighbours are never read, whole rows or parts of them."""
     from parallel_rl.vocab.backends.triton import operators
@@ -176,12 +192,11 @@ def test_rows_begin_anywhere(
     wide = torch.full((3, stride), torch.nan, dtype=dtype, device=DEVICE)
     logits = wide[:, first : first + 9008]
     logits.copy_(values)
-    expected = dtype == torch.float32 if aligned == "fp32" else aligned
     for entropy in (True, False):
         got = check(logits, targets, upstream(3, "lel" if entropy else "l-l"), entropy=entropy)
         assert got["gradient"].isfinite().all()
     # the gradient, a new tensor of 9008 columns a row, begins at 16 bytes
-    assert stats.aligned == gradient.aligned == [expected] * 2
+    assert stats.aligned == gradient.aligned == [aligned] * 2
 
 
 def test_targets_and_masks_at_any_stride_and_dtype() -> None:
