@@ -47,10 +47,10 @@ def shard_case(rank: int, tp: int, split: str, dtype: torch.dtype, shift: float)
 
 
 def shard_cases(rank: int, tp: int) -> dict[tuple, dict[str, Tensor]]:
-    """Every dtype on one split of two ranks alone: a dtype is nothing to the sums over ranks."""
+    """Every dtype on one split of two ranks alone: a dtype is nothing to the sums over ranks. Four ranks: the odd splits."""
     return {
         (s, d, shift): shard_case(rank, tp, s, d, shift)
-        for s in SPLITS
+        for s in (SPLITS if tp == 2 else ("chunk", "all padding"))
         for d, shift in DTYPES[: 3 if (tp, s) == (2, "padded") else 1]
     }
 
