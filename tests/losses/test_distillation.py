@@ -15,10 +15,8 @@ from tests import reference_distillation as reference
 from tests.vocab.test_divergence import DIVERGENCES, ident, make_divergence
 
 ROWS, WIDTH, VOCAB, K = 4, 6, 9, 3
-# one without a mixture, one with a mixture of either kind: each takes seconds to compile
-COMPILED = [
-    one for one in DIVERGENCES if one in ({"name": "reverse_kl"}, {"name": "jsd", "beta": 0.3}) or "alpha" in one
-][:3]
+# one without a mixture, one with two of them: each takes seconds to compile
+COMPILED = [one for one in DIVERGENCES if one in ({"name": "reverse_kl"}, {"name": "jsd", "beta": 0.3})]
 
 
 # A batch: ragged masks, the teacher's logits in the order of the student's.
