@@ -60,7 +60,7 @@ test-triton: $(STAMP)  ## the kernels as the Triton of .ci/triton.txt builds the
 	  PYTHONPATH=$(CURDIR)/.triton $(PYTEST) tests/vocab/test_triton_build*.py; \
 	else echo "no Triton of .ci/triton.txt: its builds are skipped" >&2; [ "$(LOCKED)" != 1 ]; fi
 
-test-slow test-slurm: PROCESSES = 2# side by side; Slurm's tests look at clocks
+test-slurm: PROCESSES = 2# beside the slow ones, and they look at clocks
 test-slurm: $(STAMP) install-slurm  ## the tests on a private Slurm cluster; skipped where its packages cannot be had
 	$(PYTEST) -m slurm tests/slurm
 
