@@ -109,12 +109,7 @@ class Cluster:
 
     def job(self, number: int | str) -> dict[str, str]:
         """What `scontrol show job` says of a job, or of a task ARRAY_TASK: JobState, Reason, Restarts, ..."""
-        done = self.run("scontrol", "show", "job", "-o", str(number), check=False)
-        while re.search(_BUSY, done.stderr):
-            done = self.run("scontrol", "show", "job", "-o", str(number), check=False)
-        if done.returncode:
-            raise RuntimeError(f"no word of job {number}: {done.stderr.strip()}")
-        return dict(re.findall(r"(\S+?)=(\S*)", done.stdout))
+        return dict(re.findall(r"(\S+?)=(\S*)", self._jobs(number)))
 
     def state(self, number: int) -> str:
         """Its present state: PENDING, RUNNING, COMPLETED, ..."""
@@ -122,8 +117,17 @@ class Cluster:
 
     def count(self, state: str, array: int | None = None) -> int:
         """How many jobs, or tasks of an array, are in a state."""
-        text = self.run("scontrol", "show", "job", "-o", *([str(array)] if array else []), check=False).stdout
-        return text.count(f"JobState={state} ")
+        return self._jobs(*([array] if array else [])).count(f"JobState={state} ")
+
+    def _jobs(self, *number: int | str) -> str:
+        """A line a job, or a task of an array; asked again where Slurm was too busy, for no line is no answer."""
+        command = ["scontrol", "show", "job", "-o", *map(str, number)]
+        done = self.run(*command, check=False)
+        while re.search(_BUSY, done.stderr):
+            done = self.run(*command, check=False)
+        if done.returncode:
+            raise RuntimeError(f"no word of job {number}: {done.stderr.strip()}")
+        return done.stdout
 
     def wait(self, number: int, states: Iterable[str] = ENDED, timeout: float = 600.0) -> str:
         """The first of `states` that the job comes into.

@@ -117,7 +117,7 @@ def test_of_an_array_only_the_task_that_was_asked_is_queued_again(cluster: Clust
 
     Takes a minute: two tasks run, and one of them twice.
     """
-    given = arguments(tmp_path / "task-{task}", 40)
+    given = arguments(tmp_path / "task-{task}", 100)
     array = submit(cluster, tmp_path / "logs", 1, given, "--array=0-1", f"--output={tmp_path}/logs/%a.out")
     cluster.until(lambda: cluster.count("RUNNING", array) == 2, WAIT, "both tasks to start")
     tasks = {task: f"{array}_{task}" for task in (0, 1)}

@@ -59,7 +59,7 @@ def test_an_array_and_another_job_side_by_side_do_not_meet(cluster: Cluster, exp
     cluster.until(lambda: cluster.count("RUNNING") == 3, 300, "three jobs at the same time")
     cluster.until(lambda: cluster.count("RUNNING") == 0, 400, "their end")
     checked(cluster, number, logs)
-    cluster.until(lambda: cluster.count("COMPLETING", tasks) == 0, 60, "the end of what Slurm tidies up")
+    cluster.until(lambda: cluster.count("COMPLETING", tasks) == 0, 200, "the end of what Slurm tidies up")
     assert cluster.count("COMPLETED", tasks) == 2, words(logs)
     for name in ("task-0", "task-1", "pair"):
         assert_same(curve(tmp_path / name), expected)

@@ -70,7 +70,7 @@ def test_a_server_that_is_killed_is_started_again_and_then_the_job_is(cluster: C
     """
     run, logs = tmp_path / "run", tmp_path / "logs"
     number = submit(cluster, logs, 1, given(run), env=settings(), servers=1)
-    other = submit(cluster, tmp_path / "other", 1, given(tmp_path / "cancelled"), env=settings(), servers=1)
+    other = submit(cluster, tmp_path / "other", 1, given(tmp_path / "cancelled", 5000), env=settings(), servers=1)
     _until(cluster, number, run, 2)
     first = _kill(cluster, number, 0)
     _kill(cluster, number, first)
