@@ -160,6 +160,25 @@ def test_every_split_finds_the_same_threshold() -> None:
         assert calls == [*before, *both, *digits]
 
 
+def test_a_bracket_holds_its_lower_end_and_not_its_upper() -> None:
+    """Both ends are logits of the row: a threshold that is one of them was seen by no whole search."""
+    z = rows_of_every_kind(torch.float32)[[0, 17]].to(DEVICE)
+    order = z.sort(1, descending=True).values
+    high, low = order[:, [10, 40]], order[:, [30, 90]]
+    top, inv_t = order[:, :1].double(), torch.ones(2, 1, dtype=torch.float64, device=DEVICE)
+    unit = torch.full((1, 1), 2.0**40, dtype=torch.float64, device=DEVICE)
+    sums, values, number = threshold.vocab_weigh(z, low, high, top, inv_t, unit, capacity(V))
+    mass = ((z.double() - top).exp() * unit).long()
+    for row in range(2):
+        for bracket in range(2):
+            inside = z[row][(z[row] >= low[row, bracket]) & (z[row] < high[row, bracket])].sort().values
+            assert torch.equal(values[bracket, row, : number[bracket, row]].sort().values, inside)
+        (k_high, p_high), (k_low, p_low) = high[row], low[row]
+        assert sums[row, :2].tolist() == [int((z[row] >= k_high).sum()), int((z[row] >= k_low).sum())]
+        above = [int(mass[row][z[row] >= end].sum()) for end in (k_high, p_high, p_low)]
+        assert sums[row, 2:].tolist() == pytest.approx(above, rel=1e-9)  # a card's exp may differ in the last bit
+
+
 def test_opcheck_of_a_threshold() -> None:
     z, most = rows_of_every_kind(torch.bfloat16)[:3].to(DEVICE), capacity(V)
     end, rate = torch.full((3, 1), 5.0, device=DEVICE), torch.full((3, 1), 9.0, device=DEVICE)
