@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import signal
 import subprocess
@@ -21,6 +20,7 @@ from parallel_rl.experience import register_reward
 from parallel_rl.testing.pool import WorldError, run_world
 from parallel_rl.training.config.load import load_config
 from parallel_rl.training.trainer import train
+from tests.forked import run_ranks
 from tests.launch import UNCOMPILED
 from tests.training.helpers import ROOT, logged_rows, run, train_rows
 
@@ -59,20 +59,13 @@ def _train_rows(rank: int, given: list[str]) -> object:
     return train_rows(rank, given)
 
 
-def _nothing(rank: int) -> None:
-    pass
-
-
 @pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGUSR1, marks=pytest.mark.slow)])
 def test_a_signal_in_the_last_step_finds_a_complete_run(number: signal.Signals, tmp_path: Path) -> None:
-    run_world(1, _nothing)  # starts the pool's server, from which the process below is forked
     folder, job = tmp_path / "run", tmp_path / "job"
     job.mkdir()
     given = run("grpo_arithmetic.yaml", run__dir=folder, reward="last_step", **SMALL)
-    process = multiprocessing.get_context("forkserver").Process(target=_train, args=(given, str(job), int(number)))
-    process.start()
-    process.join()
-    assert process.exitcode == 0
+    done = run_ranks(tmp_path, _train, given, str(job), int(number), ranks=1)
+    assert done.statuses == [0], done
     assert list(job.iterdir()) == []  # no REQUEUE
     assert [row["step"] for row in logged_rows(folder)] == [1, 2]
     assert (folder / "checkpoints" / "step_000002" / "manifest.json").is_file() and (folder / "curves.png").is_file()
@@ -101,12 +94,9 @@ def _run_command(given: list[str]) -> None:
 
 def test_a_run_leaves_no_thread_behind(tmp_path: Path) -> None:
     """A thread of a group that Megatron still knew freed a tensor as the interpreter ended: SIGABRT after a complete run."""
-    run_world(1, _nothing)
-    given = run("grpo_arithmetic.yaml", run__dir=tmp_path, reward="gloo_threads", **SMALL)
-    process = multiprocessing.get_context("forkserver").Process(target=_run_command, args=(given,))
-    process.start()
-    process.join()
-    assert process.exitcode == 0
+    given = run("grpo_arithmetic.yaml", run__dir=tmp_path / "run", reward="gloo_threads", **SMALL)
+    done = run_ranks(tmp_path, _run_command, given, ranks=1)
+    assert done.statuses == [0], done
 
 
 @register_reward("leaves")
