@@ -22,7 +22,6 @@ import torch
 from parallel_rl.config.yaml_files import read_tree
 from parallel_rl.experience import register_reward
 from parallel_rl.testing import pool
-from parallel_rl.testing.worker import release_experts
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = ROOT / "configs"
@@ -123,7 +122,6 @@ def train_rows(rank: int, arguments: list[str]) -> Rows:
     warnings.simplefilter("ignore")
     with mock.patch.object(trainer, "draw_curves", lambda *_: False):
         result = trainer.train(load_config(arguments[0], arguments[1:]))
-    release_experts()
     return [{key: value for key, value in row.items() if key not in CLOCK} for row in result.rows]
 
 
