@@ -33,18 +33,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.slow
 def test_every_layout_prints_the_same_answers_once(checkpoint: Path) -> None:
     """Prompts in their order, each with its answers; drawn by number and seed, whichever data or tensor rank has them."""
-    words = [
-        "sample",
-        str(checkpoint),
-        "--prompt",
-        "1+2=",
-        "--prompt",
-        "30+4=",
-        "--samples",
-        "3",
-        "--temperature",
-        "1.5",
-    ]
+    words = f"sample {checkpoint} --prompt 1+2= --prompt 30+4= --samples 3 --temperature 1.5".split()
     [(status, screen, errors)] = run_world(1, run_command, words)
     assert status == 0 and errors == ""
     lines = screen.splitlines()
@@ -55,18 +44,7 @@ def test_every_layout_prints_the_same_answers_once(checkpoint: Path) -> None:
         assert outcomes == [(0, screen, ""), *[(0, "", "")] * (world - 1)]
     [(_, again, _)] = run_world(1, run_command, [*words, "--seed", "1"])
     assert again != screen
-    greedy = [
-        "sample",
-        str(checkpoint),
-        "--prompt",
-        "1+2=",
-        "--samples",
-        "2",
-        "--temperature",
-        "0",
-        "--max-new-tokens",
-        "2",
-    ]
+    greedy = f"sample {checkpoint} --prompt 1+2= --samples 2 --temperature 0 --max-new-tokens 2".split()
     [(_, sure, _)] = run_world(1, run_command, greedy)
     first, second = sure.splitlines()[1:]
     assert first == second and len(first) <= 4

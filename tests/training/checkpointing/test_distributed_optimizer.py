@@ -81,10 +81,8 @@ def test_a_run_goes_on_at_the_step_of_whatever_adam_it_has(
 ) -> None:
     """A fused one counts steps elsewhere than torch's, and none for the norms where rank 0's shard has none of them: they
     were counted from 1 again, or a card with another Adam ended in a KeyError."""
-    small = {
-        "model__vocab_size": 4096,
-        "model__layers": 1,
-    }  # the head is most of the parameters, and of the first shards all
+    # the head is most of the parameters, and of the first shards all
+    small = {"model__vocab_size": 4096, "model__layers": 1}
     first = {name: tmp_path / name for name in ("fused", "torch")}
     [rows, *_] = run_world(4, fused_rows, sft(first["fused"], ALL_SHARDED, dtype, **small))
     [others, *_] = run_world(2, train_rows, sft(first["torch"], "{}", dtype, **small))
